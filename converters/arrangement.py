@@ -1,0 +1,199 @@
+"""How an output is laid out in files: which tensors, of which dtype, in which file, the tied head among them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from .boxes import TensorSpec
+from .config_json import read_json_object
+from .detection import Checkpoint
+from .errors import PolicyError, enumerate_problems
+from .formats import Format
+from .geometry import Geometry
+from .layouts import Binding, Layout
+from .manifest import ASSETS
+from .parameters import HEAD
+from .placement import Mesh, rank_bindings
+from .planning import Table
+from .policies import Choices, Policy, Settled, output_dtype
+from .rank_index import chunk_owners, index_json
+from .stores.contents import Arrangement
+from .stores.dcp import arrange_chunks, arrange_dcp
+from .stores.ranks import arrange_ranks, arrange_vllm
+from .stores.safetensors import INDEX, SINGLE, arrange_safetensors, read_header, split_by_size, split_like
+from .upgrade import NOTHING, Carried
+
+HF_SHARD_BYTES = 5 * 10**9
+"""Bytes per safetensors file when no split is given: the hub's custom before transformers 5."""
+
+DCP_FILE_BYTES = 2 * 10**9
+"""Bytes per .distcp file: large enough to keep them few, small enough that workers have files of their own."""
+
+
+def decide_head(settled: Settled, target: Format, layout: Layout, choices: Choices, decided: list[Policy]) -> bool:
+    """Whether the output stores a head, and why.
+
+    Raises:
+        PolicyError: ``--lm-head drop`` for a head that is not tied.
+    """
+    if not settled.tied:
+        if choices.lm_head == "drop":
+            raise PolicyError("--lm-head drop: the head is not tied to the embeddings, so leaving it out would lose it")
+        return True
+    if target.store == "dcp":
+        decided.append(Policy("tied-head", "the tied head is stored under both names, sharing one copy of the bytes"))
+        return True
+    if layout.stores_tied_head:
+        decided.append(Policy("tied-head", f"the tied head is stored under both names, as {layout.label} does"))
+        return True
+    wanted = choices.lm_head
+    writes = wanted == "write" or (wanted == "keep" and _source_stored_head(settled.checkpoint, choices))
+    how = "written beside the embeddings" if writes else "left out"
+    why = "as --lm-head says" if wanted != "keep" else "as in the source"
+    decided.append(Policy("tied-head", f"the tied head is {how}, {why}", {"written": writes}))
+    return writes
+
+
+def _source_stored_head(checkpoint: Checkpoint, choices: Choices) -> bool:
+    """Whether the Hugging Face folder that the weights come from stored its tied head."""
+    if checkpoint.contents.files and checkpoint.format in ("hf", "hf-fused", "hf-fp8"):
+        return checkpoint.stores_head
+    if choices.like is not None and choices.like.is_dir() and (names := _stored_names(choices.like)) is not None:
+        return HEAD in names
+    if checkpoint.manifest is not None and "stores_head" in checkpoint.manifest.source:
+        return bool(checkpoint.manifest.source["stores_head"])
+    return False
+
+
+def _stored_names(folder: Path) -> Mapping[str, str] | None:
+    """Tensor -> file of the weights or the index in ``folder``; ``None`` when there is neither."""
+    for place in (folder, folder / ASSETS):
+        if (place / INDEX).is_file():
+            mapping = read_json_object(place / INDEX)[0].get("weight_map")
+            if isinstance(mapping, dict):
+                return {str(name): str(file) for name, file in mapping.items()}
+        if (place / SINGLE).is_file():
+            return dict.fromkeys(read_header(place / SINGLE).tensors, SINGLE)
+    return None
+
+
+def output_specs(bindings: Sequence[Binding], table: Table, choices: Choices) -> Iterator[TensorSpec]:
+    """The stored tensors of the output, in model order.
+
+    Raises:
+        PolicyError: parts of one stored tensor have different dtypes.
+    """
+    mixed = []
+    for binding in bindings:
+        names = dict.fromkeys(piece.name for piece in binding.pieces)
+        dtypes = Counter(output_dtype(table[n].dtype, choices, name=n) for n in names if n in table)
+        if not dtypes and binding.rule.optional:
+            dtypes = Counter({"F32": 1})
+        if len(dtypes) != 1:
+            most = dtypes.most_common(1)[0][0]
+            mixed += [f"{n} is {table[n].dtype}, others are {most}" for n in names if table[n].dtype != most]
+            continue
+        yield TensorSpec(binding.name, next(iter(dtypes)), binding.shape)
+    if mixed:
+        heading = "parts that the output stores as one tensor have different dtypes; choose one for all with --dtype:"
+        raise PolicyError(enumerate_problems(heading, mixed))
+
+
+def arrange(
+    specs: Sequence[TensorSpec],
+    settled: Settled,
+    target: Format,
+    layout: Layout,
+    choices: Choices,
+    decided: list[Policy],
+    carried: Carried = NOTHING,
+) -> Arrangement:
+    """Where every byte of the output goes: the source's own file split where it can be kept, else files by size."""
+    if target.store == "dcp":
+        aliases = {layout.head_name(): layout.embedding_name()} if settled.tied else {}
+        paths = {**_planner_paths(layout, [spec.name for spec in specs]), **carried.paths}
+        specs = [*(spec for spec in specs if spec.name not in aliases), *carried.specs]
+        file_bytes = choices.shard_bytes or DCP_FILE_BYTES
+        return arrange_dcp(specs, file_bytes=file_bytes, aliases=aliases, blobs=carried.blobs, paths=paths)
+    split = None
+    if choices.shard_bytes is None:
+        known = _known_split(settled.checkpoint, choices)
+        if known is not None:
+            split = split_like(specs, known, may_lack=(HEAD,) if settled.tied else ())
+        elif _was_one_file(settled.checkpoint):
+            split = [(SINGLE, list(specs))]
+        if split is not None:
+            files = f"{len(split)} files" if len(split) > 1 else "one file"
+            decided.append(Policy("split", f"the file split of the source is kept: {files}", {"files": len(split)}))
+    if split is None:
+        split = split_by_size(specs, choices.shard_bytes or HF_SHARD_BYTES)
+    return arrange_safetensors(split)
+
+
+def ranked(
+    whole: Sequence[Binding], layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool
+) -> list[list[Binding]]:
+    """What each rank holds of the tensors in ``whole``."""
+    names = {binding.name for binding in whole}
+    return [
+        [binding for binding in rank_bindings(layout, geometry, mesh, rank, tied=tied) if binding.name in names]
+        for rank in range(mesh.ranks)
+    ]
+
+
+def arrange_by_rank(
+    specs: Sequence[TensorSpec],
+    whole: Sequence[Binding],
+    held: Sequence[Sequence[Binding]],
+    target: Format,
+    layout: Layout,
+    mesh: Mesh,
+) -> Arrangement:
+    """One safetensors file per rank with its local tensors; for our own format, the index too."""
+    dtypes = {spec.name: spec.dtype for spec in specs}
+    files = [[TensorSpec(b.name, dtypes[b.name], b.shape) for b in bindings] for bindings in held]
+    if target.store == "vllm":
+        return arrange_vllm(files)
+    return arrange_ranks(files, mesh, partial(index_json, layout, mesh, whole, held, dtypes))
+
+
+def arrange_chunked(
+    specs: Sequence[TensorSpec],
+    whole: Sequence[Binding],
+    held: Sequence[Sequence[Binding]],
+    layout: Layout,
+    *,
+    tied: bool,
+) -> Arrangement:
+    """A DCP whose ``__{rank}_0.distcp`` holds what that rank loads; what several ranks hold lies with the first."""
+    by_name = {spec.name: spec for spec in specs}
+    aliases = {layout.head_name(): layout.embedding_name()} if tied else {}
+    parts = [
+        (by_name[name], [(box, f"__{rank}_0.distcp") for box, rank in owners])
+        for name, owners in chunk_owners(whole, held)
+        if name not in aliases
+    ]
+    return arrange_chunks(parts, aliases=aliases, paths=_planner_paths(layout, by_name))
+
+
+def _planner_paths(layout: Layout, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """How DCP's planner flattened each name: where the state dict lies inside another."""
+    if not layout.nested_in:
+        return {}
+    return {name: (layout.nested_in, name.removeprefix(f"{layout.nested_in}.")) for name in names}
+
+
+def _known_split(checkpoint: Checkpoint, choices: Choices) -> Mapping[str, str] | None:
+    if checkpoint.format in ("hf", "hf-fused"):
+        return {name: tensor.chunks[0].file for name, tensor in checkpoint.tensors.items()}
+    for folder in (choices.like, checkpoint.path):
+        if folder is not None and folder.is_dir() and (names := _stored_names(folder)) is not None:
+            return names
+    return None
+
+
+def _was_one_file(checkpoint: Checkpoint) -> bool:
+    return checkpoint.manifest is not None and checkpoint.manifest.source.get("files") == 1

@@ -1,0 +1,300 @@
+"""From a source and the user's choices to a frozen plan. Reads headers, and of the bytes what policies must know."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from .arrangement import arrange, arrange_by_rank, arrange_chunked, decide_head, output_specs, ranked
+from .boxes import Shape
+from .config_choice import open_with_config, output_config, settle_with_config, trap_policies
+from .detection import Checkpoint
+from .errors import DestinationError, PolicyError, SourceError
+from .execution import BUFFERS_PER_WORKER
+from .formats import Format, writable_format
+from .geometry import Geometry
+from .layouts import Layout, bind
+from .lora import adapter_files, merge_adapter
+from .manifest import ASSETS
+from .parameters import EMBEDDING, HEAD
+from .placement import ONE_RANK, check_mesh, check_vllm, rank_name
+from .planning import Table, Unit, plan_moves, tabulate
+from .policies import DEFAULTS, EXPERT_BIAS_SUFFIX, Choices, Policy, Settled, cast_policies, vocab_policy
+from .stores.contents import Arrangement
+from .stores.sidecars import list_sidecars
+from .stores.staging import check_name, partial_path
+from .stores.verl import SUBFOLDER
+from .training_state import digest_values
+from .upgrade import NOTHING, carry_training_state
+
+_INTERPRETER_BYTES = 45 << 20
+"""Resident memory of the process before it plans (Linux, Python 3.11; numpy, for casts, included)."""
+
+_PLAN_BYTES_PER_TENSOR = 2200
+"""Resident memory that plan and table take per logical parameter (measured on headers of 235B-A22B)."""
+
+_PLAN_BYTES_PER_DELTA = 600
+"""The same per low-rank addition (measured there with an adapter for every expert)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a conversion reads from. The source's tables are not kept: at 37,000 tensors they would weigh too much."""
+
+    path: Path
+    format: str
+    schema: str | None
+    files: Mapping[str, int]
+    """Data files and their sizes in bytes; those of an adapter by absolute path."""
+    label: Mapping[str, Any]
+    """What the manifest says of the source."""
+    promised: Mapping[str, str] = field(default_factory=dict)
+    """Digests of rank files' parameters by the manifest beside them: nothing else tells files of two runs apart."""
+
+    def status(self, name: str) -> os.stat_result:
+        """What the system says of the data file ``name``.
+
+        Raises:
+            SourceError: it is gone, or is not as long as it was when its headers were read.
+        """
+        try:
+            status = (self.path / name).stat()
+        except OSError as error:
+            raise SourceError(f"{self.path / name} cannot be read: {error.strerror}") from error
+        if status.st_size != self.files[name]:
+            raise SourceError(f"{self.path / name} has changed since its headers were read; wait until it is complete")
+        return status
+
+    def times(self) -> dict[str, int]:
+        """When each data file was modified, in nanoseconds. Raises as ``status`` does."""
+        return {name: self.status(name).st_mtime_ns for name in self.files}
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Everything that is decided about one conversion, from headers alone. Nothing has been written."""
+
+    source: Origin
+    destination: Path
+    format: Format
+    layout: Layout
+    arrangement: Arrangement
+    units: tuple[Unit, ...]
+    written: Mapping[str, tuple[str, Shape]]
+    """Dtype and shape of every logical parameter of the output."""
+    policies: tuple[Policy, ...]
+    config: bytes | None
+    """The output's config.json."""
+    sidecars: Path | None
+    """Folder that sidecar files are copied from."""
+    sidecar_names: tuple[str, ...]
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the training state that is not tensors, by its first key."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the output's data files."""
+        return sum(file.size for file in self.arrangement.files)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that are read from the source's tensors."""
+        return sum(move.read_bytes for unit in self.units for move in unit)
+
+    def peak_bytes(self, workers: int, block_bytes: int) -> int:
+        """Estimate of the peak resident memory of carrying it out."""
+        tensors = len(self.written)
+        deltas = [move.delta for unit in self.units for move in unit if move.delta is not None]
+        factors = max((delta.resident_bytes for delta in deltas), default=0)
+        plan = tensors * _PLAN_BYTES_PER_TENSOR + len(deltas) * _PLAN_BYTES_PER_DELTA
+        return _INTERPRETER_BYTES + plan + workers * (block_bytes * BUFFERS_PER_WORKER + factors)
+
+    def plan_id(self) -> str:
+        """A hash of what is read and what is written: equal for a repeated command, so that it can be resumed."""
+        files = []
+        for name in sorted(self.source.files):
+            status = self.source.status(name)
+            # the time of change too: what sets back a file's time of modification cannot set back that one
+            files.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+        place = str(self.source.path.resolve())
+        digest = xxhash.xxh3_128(json.dumps([place, files, [p.to_dict() for p in self.policies]]).encode())
+        for unit in self.units:
+            for move in unit:
+                digest.update(f"{move.name} {move.source_dtype} {move.target_dtype} {move.targets}\n".encode())
+        return digest.hexdigest()
+
+
+def prepare(
+    source: Path, destination: Path, to: str, choices: Choices = DEFAULTS, *, origin: Mapping[str, Any] | None = None
+) -> Conversion:
+    """Plan the conversion of ``source`` to format ``to``. ``origin`` names the source in the manifest (hub id, commit).
+
+    Raises:
+        ConversionError: of the kind that says what to do; nothing has been written.
+    """
+    target = writable_format(to)
+    checkpoint, decided = open_with_config(source, choices)
+    _check_places(checkpoint.path, destination)
+    settled = settle_with_config(checkpoint, choices, target)
+    checkpoint = settled.checkpoint
+    files = checkpoint.contents.files
+    if choices.adapter is not None:
+        _check_places(choices.adapter, destination)
+        settled = merge_adapter(settled, choices, _names_of(checkpoint, origin))
+        files = {**files, **adapter_files(choices.adapter)}
+    decided += [*settled.policies, *cast_policies(settled.table, choices)]
+    if (vocab := vocab_policy(settled, choices)) is not None:
+        decided.append(vocab)
+    geometry = replace(checkpoint.geometry, vocab_size=choices.vocab_rows or checkpoint.geometry.vocab_size)
+    layout = target.layout(choices.titan_schema, choices.rank_layout)
+    _check_cut(target, geometry, choices)
+    bound = list(bind(layout, geometry, tied=settled.tied))
+    carried = NOTHING
+    if choices.optimizer is not None:
+        carried = carry_training_state(settled, layout, choices, decided)
+        if carried.columns and not any(".expert_bias" in name for name in checkpoint.tensors):
+            bound = [binding for binding in bound if not binding.rule.optional]  # a run without load balancing
+    keeps_bias = any(binding.rule.optional for binding in bound)
+    table = dict(settled.table)
+    biases = [name for name in table if name.endswith(EXPERT_BIAS_SUFFIX)]
+    if biases and not keeps_bias:
+        _drop_bias(table, biases, settled, choices, decided)
+    elif checkpoint.geometry.is_moe and keeps_bias and not biases:
+        decided.append(
+            Policy(
+                "expert-bias-zero",
+                f"{geometry.num_hidden_layers} zero routing biases are written, which torchtitan asks for",
+            )
+        )
+
+    writes_head = decide_head(settled, target, layout, choices, decided)
+    bindings = [binding for binding in bound if writes_head or binding.rule.parts != (HEAD,)]
+    specs = list(output_specs(bindings, table, choices))
+    if target.is_per_rank or choices.mesh != ONE_RANK:
+        ranks = choices.mesh.ranks
+        summary = f"cut for {choices.mesh}: {ranks} ranks" if ranks > 1 else "one rank holds all of it"
+        decided.append(Policy("mesh", summary, asdict(choices.mesh)))
+        held = ranked(bindings, layout, geometry, choices.mesh, tied=settled.tied)
+        if target.is_per_rank:
+            arrangement = arrange_by_rank(specs, bindings, held, target, layout, choices.mesh)
+            bindings = [b._replace(name=rank_name(rank, b.name)) for rank, mine in enumerate(held) for b in mine]
+        else:
+            arrangement = arrange_chunked(specs, bindings, held, layout, tied=settled.tied)
+    else:
+        arrangement = arrange(specs, settled, target, layout, choices, decided, carried)
+    state = {spec.name for spec in carried.specs}
+    model = {name: tensor for name, tensor in arrangement.tensors.items() if name not in state}
+    outputs = tabulate(bindings, model, label=layout.label)
+    written = {e.name: (e.dtype, e.shape) for e in outputs.values() if e.name in table}
+    config = output_config(settled, target, choices, geometry, written, decided)
+    beside = carried.table(arrangement.tensors)
+    outputs, table = outputs | beside, table | carried.source
+    written |= {e.name: (e.dtype, e.shape) for e in beside.values()}
+    units = plan_moves(
+        table, outputs, [file.name for file in arrangement.files], vocab_padding=choices.vocab_rows is not None
+    )
+    lost = [name for name in table if name not in outputs]
+    assert not lost, lost
+
+    sidecars = _sidecar_folder(checkpoint, choices)
+    found = list_sidecars(sidecars) if sidecars is not None else None
+    if found is not None and found.left:
+        some = ", ".join(found.left[:6])
+        decided.append(
+            Policy("files-left", f"{len(found.left)} other files are not carried: {some}", {"files": list(found.left)})
+        )
+    decided += trap_policies(checkpoint, target, choices)
+    label = _label(checkpoint, origin)
+    return Conversion(
+        Origin(
+            checkpoint.path, checkpoint.format, checkpoint.layout.schema, files, label, _promised(checkpoint, choices)
+        ),
+        destination,
+        target,
+        layout,
+        arrangement,
+        units,
+        written,
+        tuple(decided),
+        config,
+        sidecars,
+        tuple(found.carried) if found is not None else (),
+        digest_values(carried.blobs),
+    )
+
+
+def _promised(checkpoint: Checkpoint, choices: Choices) -> dict[str, str]:
+    """What the manifest of a per-rank folder says of the parameters that are read as a whole."""
+    if checkpoint.format != "ranks" or checkpoint.manifest is None:
+        return {}
+    digests = {name: record.digest for name, record in checkpoint.manifest.tensors.items()}
+    cut = (EMBEDDING, HEAD) if choices.vocab_rows is not None else ()
+    return {name: digest for name, digest in digests.items() if digest is not None and name not in cut}
+
+
+def _check_cut(target: Format, geometry: Geometry, choices: Choices) -> None:
+    if target.store == "safetensors" and choices.mesh != ONE_RANK:
+        raise PolicyError(f"format {target.name} holds whole tensors; write ranks or titan to cut for {choices.mesh}")
+    check_mesh(choices.mesh, geometry)
+    if target.store == "vllm":
+        check_vllm(choices.mesh, geometry)
+
+
+def _drop_bias(table: Table, biases: Sequence[str], settled: Settled, choices: Choices, decided: list[Policy]) -> None:
+    found = next(p for p in settled.policies if p.name == "expert-bias")
+    if not choices.drop_expert_bias:
+        raise PolicyError(
+            f"{found.summary}; a Hugging Face model has no place for it, and without it tokens go to other experts. "
+            "Pass --drop-expert-bias to leave it out all the same"
+        )
+    for name in biases:
+        del table[name]
+    decided.remove(found)  # the one below says all of it
+    decided.append(Policy("drop-expert-bias", f"left out: {found.summary}", found.values, warning=True))
+
+
+def _sidecar_folder(checkpoint: Checkpoint, choices: Choices) -> Path | None:
+    if choices.like is not None and choices.like.is_dir():
+        inner = choices.like / ASSETS
+        return inner if inner.is_dir() else choices.like
+    if checkpoint.format.startswith(("hf", "torch-")):
+        return checkpoint.path
+    inner = checkpoint.path / (SUBFOLDER if checkpoint.format == "verl" else ASSETS)
+    return inner if inner.is_dir() else None
+
+
+def _label(checkpoint: Checkpoint, origin: Mapping[str, Any] | None) -> dict[str, Any]:
+    label: dict[str, Any] = dict(origin) if origin is not None else {"path": str(checkpoint.path)}
+    label["format"] = checkpoint.format
+    if checkpoint.layout.schema is not None:
+        label["schema"] = checkpoint.layout.schema
+    if checkpoint.format.startswith("hf"):
+        label |= {"files": len(checkpoint.contents.files), "stores_head": checkpoint.stores_head}
+    elif checkpoint.manifest is not None:
+        label |= {
+            key: checkpoint.manifest.source[key]
+            for key in ("files", "stores_head")
+            if key in checkpoint.manifest.source
+        }
+    return label
+
+
+def _names_of(checkpoint: Checkpoint, origin: Mapping[str, Any] | None) -> list[str]:
+    """What the model goes by: its folder's name, its hub id, and what a conversion made it from."""
+    labels = [origin or {}, checkpoint.manifest.source if checkpoint.manifest is not None else {}]
+    return [checkpoint.path.name, *(str(label[key]) for label in labels for key in ("hub", "path") if key in label)]
+
+
+def _check_places(source: Path, destination: Path) -> None:
+    check_name(destination)
+    inside = Path(os.path.realpath(source))
+    for place in (destination, partial_path(destination)):
+        outside = Path(os.path.realpath(place))
+        if inside == outside or inside in outside.parents or outside in inside.parents:
+            raise DestinationError(f"{place} and the source {source} lie inside each other; choose a place beside it")

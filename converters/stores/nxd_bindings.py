@@ -1,0 +1,229 @@
+"""What each rank's tensors are made of in a training checkpoint of neuronx-distributed (NxD) or optimum-neuron.
+
+Column-parallel weights are cut along dim 0, o_proj and down_proj along dim 1, norms are whole on every rank. Per rank,
+``gate_up_proj`` is [gate; up] and ``qkv_proj.weight_qkv`` [q; k; v]; ``qkv_proj.weight_q/_k/_v`` are the three alone.
+
+With ``kv_size_multiplier`` m each key-value head is stored m times, in kv * m slots that the ranks share out in order.
+Slot g holds, and its heads / (kv * m) query heads are (G = heads / kv query heads share a key-value head)::
+
+    tiled        head g % kv      queries  (g % kv) * G + (g // kv) * G / m  and following   (trn1; optimum-neuron)
+    interleaved  head g // m      queries  in natural order                                  (trn2 runtime)
+
+Columns of o_proj follow the query heads. NxD's converter with ``hw_backend trn2`` tiles the key-value heads and yet
+leaves the queries in natural order, so which of the two orders holds for tiled heads cannot be told from the weights.
+
+Sources: optimum-neuron, ``models/training/transformations_utils.py`` (``GQAQKVColumnParallelLinearSpec``,
+``FusedLinearsSpec``); neuronx-distributed, ``scripts/checkpoint_converter.py``, ``modules/qkv_linear.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, NamedTuple
+
+from ..boxes import Box, Shape
+from ..errors import MappingError, PolicyError, SourceError
+from ..geometry import Geometry
+from ..layouts import HF, Binding, Layout, Rule, bind
+from ..ops import Piece
+from ..placement import rank_name
+from .nxd_training import NxdShards
+
+Queries = Literal["follow", "natural"]
+"""Order of the query heads where key-value heads are tiled: after the copies of these, or as the hub has them."""
+
+
+class Heads(NamedTuple):
+    """How attention heads lie in the slots of all ranks."""
+
+    keys: tuple[int, ...]
+    """Per slot, its key-value head."""
+    queries: tuple[tuple[int, ...], ...]
+    """Per slot, its query heads."""
+
+
+_LAYER = "model.layers.{layer}"
+_ATTENTION = f"{_LAYER}.self_attn"
+_Q, _K, _V, _O = (f"{_ATTENTION}.{name}_proj.weight" for name in "qkvo")
+_GATE, _UP = (f"{_LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+_FUSED = (
+    Rule(f"{_ATTENTION}.qkv_proj.weight_qkv", (_Q, _K, _V)),
+    Rule(f"{_LAYER}.mlp.gate_up_proj.weight", (_GATE, _UP)),
+)
+_RENAMED = tuple(
+    Rule(f"{_ATTENTION}.qkv_proj.weight_{name}", (part,)) for name, part in zip("qkv", (_Q, _K, _V), strict=True)
+)
+
+Read = Callable[[str, int, int], bytes]
+"""``(file, offset, size) -> bytes`` of a file of the checkpoint."""
+
+
+def nxd_layout(shards: NxdShards) -> Layout:
+    """The layout that the names in ``shards`` are of: which projections are fused or renamed."""
+    rules = {rule.parts: rule for rule in HF.rules}
+    names = set(shards.stages)
+    for rule in (*_RENAMED, *_FUSED):
+        if any(name.endswith(rule.stored.partition("}.")[2]) for name in names):
+            for part in rule.parts:
+                rules.pop((part,), None)
+            rules[rule.parts] = rule
+    return Layout("nxd", tuple(rules.values()), derived=HF.derived)
+
+
+def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Queries | None = None) -> Heads:
+    """Where the heads are. With replicated key-value heads, their rows of one layer are read and compared.
+
+    ``queries`` decides for tiled key-value heads, unless metadata do.
+
+    Raises:
+        MappingError: the shapes are not those of the geometry's heads, cut by the number of ranks.
+        SourceError: the key-value heads are repeated in no known way.
+        PolicyError: they are tiled, and nothing says how the query heads lie.
+    """
+    tp, kv, heads = shards.mesh.tp, geometry.num_key_value_heads, geometry.num_attention_heads
+    name, first, rows = _key_rows(shards, geometry)
+    slots, rest = divmod(rows * tp, geometry.head_dim)
+    if rest or slots % kv or slots % tp or heads % slots:
+        raise MappingError(
+            f"{name} has {rows} rows of keys on each of {tp} ranks; {kv} key-value heads of {geometry.head_dim} rows "
+            f"and {heads} query heads cannot make that, whatever the kv_size_multiplier (padded heads are not read)"
+        )
+    multiplier = slots // kv
+    if shards.stated is not None and shards.stated.multiplier != multiplier:
+        raise SourceError(
+            f"the metadata state kv_size_multiplier {shards.stated.multiplier}, but {name} has the rows of {multiplier}"
+        )
+    if multiplier == 1:
+        return _heads("natural", tuple(range(kv)), heads)
+    blocks = _key_blocks(shards, name, first, rows, geometry.head_dim, read)
+    tiled, interleaved = tuple(g % kv for g in range(slots)), tuple(g // multiplier for g in range(slots))
+    fitting = [keys for keys in dict.fromkeys((tiled, interleaved)) if _repeats(blocks, keys)]
+    if len(fitting) != 1:
+        raise SourceError(
+            f"{name} holds the {kv} key-value heads {multiplier} times, neither all in turn again and again nor each "
+            "several times in a row, as NxD does; or distinct heads are equal, so that it cannot be told"
+        )
+    if fitting == [interleaved]:
+        return _heads("natural", interleaved, heads)
+    if shards.stated is not None:
+        queries = "follow" if shards.stated.queries_follow else "natural"
+    if queries is None:
+        raise PolicyError(
+            f"{name} holds the {kv} key-value heads {multiplier} times, all in turn. NxD on trn1 reorders the query "
+            "heads after that, its converter for trn2 does not, and the weights do not tell; say which of the two holds"
+        )
+    return _heads(queries, tiled, heads)
+
+
+def nxd_bindings(shards: NxdShards, geometry: Geometry, heads: Heads, *, tied: bool) -> Iterator[Binding]:
+    """What every rank stores, for ``planning.tabulate``: names ``rank/FQN``, local shapes, pieces.
+
+    Parts that several ranks hold (norms, repeated heads) become copies of the parameter there, to be compared.
+
+    Raises:
+        MappingError: the geometry is MoE, or tensor parallelism divides something unevenly.
+    """
+    tp = shards.mesh.tp
+    if geometry.is_moe:
+        raise MappingError("NxD's MoE stores experts transposed, which is not read yet")
+    for axis in ("vocab_size", "intermediate_size"):
+        if getattr(geometry, axis) % tp:
+            raise MappingError(f"{axis} {getattr(geometry, axis)} does not divide among {tp} tensor ranks")
+    for binding in bind(nxd_layout(shards), geometry, tied=tied):
+        templates = dict(zip(dict.fromkeys(piece.name for piece in binding.pieces), binding.rule.parts, strict=True))
+        shapes = {piece.name: piece.box.stop for piece in binding.pieces}
+        for tensor_rank in range(tp):
+            pieces: list[Piece] = []
+            at = 0
+            for name, template in templates.items():
+                dim, runs = _runs(template, shapes[name], geometry, heads, tp, tensor_rank)
+                own = list(_join(name, shapes[name], dim, runs, at))
+                pieces += own
+                at += sum(len(run) for run in runs) if dim == 0 else shapes[name][0]
+            shape = tuple(max(stops) for stops in zip(*(piece.stored.stop for piece in pieces), strict=True))
+            for stage in shards.stages.get(binding.name, (0,)):
+                full_name = rank_name(stage * tp + tensor_rank, binding.name)
+                yield Binding(full_name, shape, tuple(pieces), binding.rule)
+
+
+def _runs(
+    template: str, shape: Shape, geometry: Geometry, heads: Heads, tp: int, rank: int
+) -> tuple[int, Sequence[range]]:
+    """The dim that is cut, and the ranges of it that ``rank`` holds, in stored order."""
+    if len(shape) == 1:
+        return 0, [range(shape[0])]
+    slots = range(rank * len(heads.keys) // tp, (rank + 1) * len(heads.keys) // tp)
+    if template in (_K, _V):
+        return 0, _merged([heads.keys[slot] for slot in slots], geometry.head_dim)
+    if template in (_Q, _O):
+        return int(template == _O), _merged([h for slot in slots for h in heads.queries[slot]], geometry.head_dim)
+    dim = int(template.endswith(".down_proj.weight"))
+    each = shape[dim] // tp
+    return dim, [range(rank * each, (rank + 1) * each)]
+
+
+def _merged(numbers: Sequence[int], size: int) -> list[range]:
+    """The rows of heads, those of neighbours as one range."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number * size:
+            runs[-1] = range(runs[-1].start, (number + 1) * size)
+        else:
+            runs.append(range(number * size, (number + 1) * size))
+    return runs
+
+
+def _join(name: str, shape: Shape, dim: int, runs: Sequence[range], at: int) -> Iterator[Piece]:
+    """One piece per range, one after another along ``dim``; ``at`` is the first row in the stored tensor."""
+    place = 0
+    for run in runs:
+        start, size, stored = [0] * len(shape), list(shape), [at, *[0] * (len(shape) - 1)]
+        start[dim], size[dim] = run.start, len(run)
+        stored[dim] += place
+        place += len(run)
+        yield Piece(name, Box(tuple(start), tuple(size)), Box(tuple(stored), tuple(size)))
+
+
+def _heads(queries: Queries, keys: tuple[int, ...], heads: int) -> Heads:
+    kv, slots = max(keys) + 1, len(keys)
+    each, group = heads // slots, heads // kv
+    order = []
+    for slot in range(slots):
+        first = slot * each if queries == "natural" else (slot % kv) * group + (slot // kv) * each
+        order.append(tuple(range(first, first + each)))
+    return Heads(keys, tuple(order))
+
+
+def _key_rows(shards: NxdShards, geometry: Geometry) -> tuple[str, int, int]:
+    """The first stored tensor that holds keys, the first row of them in it, and how many there are on each rank."""
+    for ending in ("qkv_proj.weight_k", "k_proj.weight", "qkv_proj.weight_qkv"):
+        name = next((fqn for fqn in shards.stages if fqn.endswith(ending)), None)
+        if name is None:
+            continue
+        stored = shards.contents.tensors[rank_name(shards.stages[name][0] * shards.mesh.tp, name)]
+        rows = stored.spec.shape[0] if stored.spec.shape else 0
+        if not ending.endswith("qkv"):
+            return name, 0, rows
+        first = geometry.num_attention_heads * geometry.head_dim // shards.mesh.tp
+        return name, first, (rows - first) // 2
+    raise MappingError(f"{shards.folder} holds no key projection")
+
+
+def _key_blocks(shards: NxdShards, name: str, first: int, rows: int, size: int, read: Read) -> list[bytes]:
+    """The rows of each slot, over all ranks."""
+    blocks = []
+    for rank in range(shards.mesh.tp):
+        stored = shards.contents.tensors[rank_name(shards.stages[name][0] * shards.mesh.tp + rank, name)]
+        pitch = stored.spec.nbytes // stored.spec.shape[0]
+        chunk = stored.chunks[0]
+        for row in range(first, first + rows, size):
+            blocks.append(read(chunk.file, chunk.offset + row * pitch, size * pitch))
+    return blocks
+
+
+def _repeats(blocks: Sequence[bytes], keys: Sequence[int]) -> bool:
+    """Whether slots of one head hold the same bytes, and slots of different heads do not."""
+    content: dict[int, bytes] = {}
+    if any(content.setdefault(key, block) != block for key, block in zip(keys, blocks, strict=True)):
+        return False
+    return len(set(content.values())) == len(content)

@@ -1,0 +1,343 @@
+"""What a torchtitan checkpoint holds beside the model: optimizer, scheduler, dataloader, step.
+
+The optimizer's entries are named after parameters, ``optimizer.state.{FQN}.exp_avg`` and
+``optimizer.param_groups.{FQN}.lr``, so the layouts' tables hold for them too. Values that are not tensors are never
+unpickled.
+
+In tables such a tensor is called ``exp_avg:PARAMETER``, without a number of its expert: the experts of a layer are one
+matrix, their rows one after the other, because no schema takes them apart.
+
+Source: torchtitan 0.3.0, ``components/optimizer/utils.py``; 0.2.2, ``components/optimizer.py`` (the same names, made
+by ``torch.distributed.checkpoint.state_dict``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from .boxes import Box, StoredTensor
+from .detection import NOT_MODEL, Checkpoint
+from .dtypes import itemsize
+from .errors import MappingError, SourceError, enumerate_problems
+from .layouts import FUSED, TITAN_OPTIMIZERS, Binding, Layout, bind
+from .manifest import STATE_MARK
+from .names import natural_key, split_indices, unwrapped
+from .parameters import HEAD
+from .planning import Entry, Extent, Table, tabulate
+from .stores.contents import Blob
+from .stores.dcp import read_blobs
+
+OPTIMIZER = "optimizer."
+STATE = "state"
+"""Section of what the optimizer computed; the other, ``param_groups``, has its settings."""
+
+_SECTIONS = (STATE, "param_groups")
+
+
+class Column(NamedTuple):
+    """One kind of entry that the optimizer has per parameter: ``state``, ``exp_avg`` or ``param_groups``, ``lr``."""
+
+    section: str
+    key: str
+
+    def fqn(self, parameter: str) -> str:
+        """What the entry of ``parameter`` is called in the checkpoint."""
+        return f"{OPTIMIZER}{self.section}.{parameter}.{self.key}"
+
+    def __str__(self) -> str:
+        return self.key if self.section == STATE else f"{self.section}.{self.key}"
+
+
+_ADAM = tuple(Column(STATE, key) for key in ("exp_avg", "exp_avg_sq", "step"))
+_BETAS = Column("param_groups", "betas")
+
+
+class Item(NamedTuple):
+    """An entry: the name it is stored under, and the tensor; ``None`` for one that is not a tensor."""
+
+    stored: str
+    tensor: StoredTensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingState:
+    """Everything beside the model in one checkpoint, recognised and whole."""
+
+    checkpoint: Checkpoint
+    layout: Layout | None
+    """Names of the optimizer's entries; ``None`` when there are none."""
+    bindings: Mapping[str, Binding]
+    """The parameters that the optimizer knows, by FQN."""
+    columns: Mapping[Column, Mapping[str, Item]]
+    """Entries by kind and parameter."""
+    tensors: tuple[StoredTensor, ...]
+    """Tensors that belong to no parameter."""
+    blobs: tuple[str, ...]
+    """Entries that are neither tensors nor of a parameter: scheduler, dataloader, step."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the optimizer has q, k and v as one."""
+        return self.layout is not None and (self.layout.schema or "").endswith(FUSED)
+
+    def values(self) -> dict[str, bytes]:
+        """Every entry that is not a tensor, as stored: not unpickled."""
+        blobs = self.checkpoint.contents.blobs
+        return read_blobs(self.checkpoint.path, blobs)
+
+    def table(self) -> Table:
+        """Where every tensor beside the model lies.
+
+        Raises:
+            SourceError: the chunks of one overlap or leave holes.
+        """
+        where = str(self.checkpoint.path)
+        columns = {
+            column: {fqn: item.tensor for fqn, item in items.items() if item.tensor is not None}
+            for column, items in self.columns.items()
+        }
+        return state_table(self.bindings.values(), columns, where) | plain_table(self.tensors, where)
+
+
+def read_training_state(checkpoint: Checkpoint, *, tied: bool) -> TrainingState:
+    """Recognise every entry beside the model. Only headers are read.
+
+    Raises:
+        SourceError: the checkpoint is not torchtitan's.
+        MappingError: entries of the optimizer are of no parameter, missing, of names that contradict each other, or of
+            a shape that cannot be mapped; all are listed.
+    """
+    path = checkpoint.path
+    if checkpoint.layout.name != "titan":
+        raise SourceError(
+            f"{path} is {checkpoint.format}, not torchtitan's native Qwen3, whose key schemas this is about; "
+            "convert changes its format (weights alone)"
+        )
+    contents = checkpoint.contents
+    entries: dict[str, StoredTensor | Blob] = {
+        name: tensor for name, tensor in contents.tensors.items() if unwrapped(name).startswith(NOT_MODEL)
+    }
+    entries |= contents.blobs
+    own = dict.fromkeys(name for name in entries if name.startswith(OPTIMIZER))  # in order: it becomes the output's
+    parsed, unknown = _parse(own, checkpoint.prefix)
+    layout = _recognise(checkpoint, {fqn for _, fqn in parsed.values()}, unknown)
+    columns: dict[Column, dict[str, Item]] = {}
+    for name, (column, fqn) in parsed.items():
+        entry = entries[name]
+        items = columns.setdefault(column, {})
+        if fqn in items:
+            raise SourceError(f"{path} holds {column} of {fqn} twice: as {items[fqn].stored} and as {name}; keep one")
+        items[fqn] = Item(name, entry if isinstance(entry, StoredTensor) else None)
+    has_head = not tied or (layout is not None and any(layout.head_name() in items for items in columns.values()))
+    bindings = optimizer_bindings(layout, checkpoint, has_head=has_head) if layout is not None else {}
+    _check(checkpoint, bindings, columns)
+    rest = {name: entry for name, entry in entries.items() if name not in own}
+    _refuse_disguised(path, rest)
+    tensors = tuple(entry for entry in rest.values() if isinstance(entry, StoredTensor))
+    blobs = tuple(name for name, entry in rest.items() if isinstance(entry, Blob))
+    return TrainingState(checkpoint, layout, bindings, columns, tensors, blobs)
+
+
+def digest_values(blobs: Mapping[str, bytes]) -> dict[str, str]:
+    """xxh3_128 over names and bytes of entries that are not tensors, by their first key."""
+    found: dict[str, xxhash.xxh3_128] = {}
+    for name in sorted(blobs):
+        digest = found.setdefault(name.partition(".")[0], xxhash.xxh3_128())
+        digest.update(f"{name} {len(blobs[name])}\n".encode())
+        digest.update(blobs[name])
+    return {group: digest.hexdigest() for group, digest in found.items()}
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _parse(names: Iterable[str], prefix: str) -> tuple[dict[str, tuple[Column, str]], list[str]]:
+    """Each name as a kind of entry and the FQN of a parameter; and those that name no parameter of any schema."""
+    known = {skeleton for layout in TITAN_OPTIMIZERS.values() for skeleton in layout.by_skeleton()}
+    lengths: dict[str, int | None] = {}
+    parsed: dict[str, tuple[Column, str]] = {}
+    unknown: list[str] = []
+    for name in names:
+        section, _, rest = unwrapped(name).removeprefix(OPTIMIZER).partition(".")
+        rest = rest.removeprefix(prefix)
+        segments = rest.split(".")
+        skeleton, _ = split_indices(rest)
+        if skeleton not in lengths:
+            parts = skeleton.split(".")
+            cuts = (at for at in range(len(parts) - 1, 0, -1) if ".".join(parts[:at]) in known)
+            lengths[skeleton] = next(cuts, None)
+        cut = lengths[skeleton]
+        if section not in _SECTIONS or cut is None:
+            unknown.append(name)
+        else:
+            parsed[name] = Column(section, ".".join(segments[cut:])), ".".join(segments[:cut])
+    return parsed, unknown
+
+
+def _recognise(checkpoint: Checkpoint, fqns: Iterable[str], unknown: Sequence[str]) -> Layout | None:
+    """The one layout whose parameters ``fqns`` are, that of the model's own schema before others."""
+    examples: dict[str, str] = {}
+    for fqn in fqns:
+        examples.setdefault(split_indices(fqn)[0], fqn)
+    own = (checkpoint.layout.schema or "").removesuffix(FUSED)
+    layouts = sorted(TITAN_OPTIMIZERS.values(), key=lambda layout: (layout.schema or "").removesuffix(FUSED) != own)
+    strangers = [layout.unknown(examples) for layout in layouts]
+    found = next((layout for layout, odd in zip(layouts, strangers, strict=True) if not odd), None)
+    problems = [f"{name}: names no parameter of a Qwen3" for name in unknown]
+    if found is None:
+        closest = min(strangers, key=len)
+        nearest = layouts[strangers.index(closest)].schema
+        problems += [f"{examples[odd]}: is a name of another schema than {nearest}, the closest" for odd in closest]
+    if problems:
+        raise MappingError(
+            enumerate_problems(
+                f"the optimizer state in {checkpoint.path} cannot be mapped; leave it behind with --model-only, or:",
+                problems,
+            )
+        )
+    return found if examples else None
+
+
+def _refuse_disguised(path: Path, rest: Iterable[str]) -> None:
+    """Refuse what would keep an old parameter's name: it is of parameters, and not named as torchtitan names that."""
+    known = [f".{skeleton}." for layout in TITAN_OPTIMIZERS.values() for skeleton in layout.by_skeleton()]
+    found = [name for name in rest if any(one in f".{split_indices(unwrapped(name))[0]}." for one in known)]
+    if found:
+        heading = f"{path} has entries of parameters that are not named as torchtitan's optimizer names its own:"
+        raise MappingError(enumerate_problems(heading, found))
+
+
+def optimizer_bindings(layout: Layout, checkpoint: Checkpoint, *, has_head: bool) -> dict[str, Binding]:
+    """The parameters that an optimizer of ``layout`` knows, by FQN. It has nothing of a tied head, as a rule."""
+    bound = bind(layout, checkpoint.geometry, tied=False)
+    return {b.name: b for b in bound if has_head or b.rule.parts != (HEAD,)}
+
+
+def _check(
+    checkpoint: Checkpoint, bindings: Mapping[str, Binding], columns: Mapping[Column, Mapping[str, Item]]
+) -> None:
+    """Every parameter has everything that others of its kind have, and nothing of a foreign shape."""
+    if not columns:
+        return
+    problems: list[str] = []
+    strangers = {fqn for items in columns.values() for fqn in items if fqn not in bindings}
+    problems += [f"{fqn}: the model has no such parameter" for fqn in sorted(strangers, key=natural_key)]
+    problems += _lacking(bindings, columns)
+    for items in columns.values():
+        for fqn, item in items.items():
+            if item.tensor is None or fqn not in bindings:
+                continue
+            shape = item.tensor.spec.shape
+            if shape != bindings[fqn].shape and prod(shape) != 1:
+                expected = list(bindings[fqn].shape)
+                problems.append(f"{item.stored}: expected shape {expected} or one number, found {list(shape)}")
+    if problems:
+        heading = f"the optimizer state in {checkpoint.path} is not that of the whole model; copy it again, or leave it"
+        raise MappingError(enumerate_problems(f"{heading} behind with --model-only:", problems))
+
+
+def _lacking(bindings: Iterable[str], columns: Mapping[Column, Mapping[str, Item]]) -> Iterator[str]:
+    """Parameters that have less than others, or of Adam's three only some. Other optimizers have other entries."""
+    kinds: dict[frozenset[Column], list[str]] = {}
+    for fqn in bindings:
+        kinds.setdefault(frozenset(column for column, items in columns.items() if fqn in items), []).append(fqn)
+    for kind, fqns in kinds.items():
+        wanted = min((other for other in kinds if kind < other), key=len, default=kind)
+        if kind & {*_ADAM, _BETAS}:
+            wanted |= {*_ADAM}
+        lacking = ", ".join(sorted(map(str, wanted - kind)))
+        if lacking:
+            yield from (f"{fqn}: has no {lacking if kind else 'entry at all'}" for fqn in fqns)
+    if all(column.section == STATE for column in columns):
+        yield f"{OPTIMIZER}param_groups: has no entries, and torchtitan asks for the settings of each parameter"
+
+
+def owners(binding: Binding) -> tuple[str, ...]:
+    """The parameters in a stored tensor; all experts of a layer count as one."""
+    indices = split_indices(binding.name)[1]
+    layer = indices[0] if indices else 0
+    return tuple(part.replace(".{expert}", "").format(layer=layer) for part in binding.rule.parts)
+
+
+def state_table(bindings: Iterable[Binding], columns: Mapping[Column, Mapping[str, StoredTensor]], where: str) -> Table:
+    """Where the optimizer's tensors lie, by ``KIND:parameter``."""
+    table: Table = {}
+    bindings = list(bindings)
+    for column, tensors in columns.items():
+        shaped = {b.name: tensors[b.name] for b in bindings if b.name in tensors and _is_shaped(tensors[b.name], b)}
+        found = tabulate(
+            (b for b in bindings if b.name in shaped), shaped, label=f"of {column}", where=f"{where} ({column})"
+        )
+        for entry in _by_layer(found):
+            name = f"{column}{STATE_MARK}{entry.name}"
+            table[name] = replace(entry, name=name)
+        for binding in bindings:
+            if binding.name in tensors and binding.name not in shaped:
+                for owner in owners(binding):
+                    entry = uncut(f"{column}{STATE_MARK}{owner}", tensors[binding.name], where)
+                    table[entry.name] = entry
+    return table
+
+
+def _is_shaped(tensor: StoredTensor, binding: Binding) -> bool:
+    return tensor.spec.shape == binding.shape
+
+
+def plain_table(tensors: Iterable[StoredTensor], where: str) -> Table:
+    """Where tensors lie that belong to no parameter, by ``beside:FQN``; those without elements lie nowhere."""
+    entries = (
+        uncut(f"beside{STATE_MARK}{tensor.name}", tensor, where) for tensor in tensors if prod(tensor.spec.shape)
+    )
+    return {entry.name: entry for entry in entries}
+
+
+def uncut(name: str, tensor: StoredTensor, where: str) -> Entry:
+    """A tensor that nothing cuts, as a vector of its elements."""
+    spec = tensor.spec
+    if len(tensor.chunks) != 1 or tensor.chunks[0].box != Box.whole(spec.shape):
+        raise SourceError(f"{where}: {spec.name} is stored in {len(tensor.chunks)} pieces, which only parameters are")
+    (chunk,) = tensor.chunks
+    count, width = prod(spec.shape), itemsize(spec.dtype)
+    return Entry(name, spec.dtype, (count,), ((Extent(0, count, 0, 1, chunk.file, chunk.offset, width),),))
+
+
+def _by_layer(table: Table) -> Iterator[Entry]:
+    """Entries of one parameter each, those of a layer's experts joined to one matrix."""
+    experts: dict[str, list[tuple[int, Entry]]] = {}
+    for name, entry in table.items():
+        head, is_expert, tail = name.partition(".experts.")
+        if not is_expert:
+            yield entry
+            continue
+        index, _, rest = tail.partition(".")
+        experts.setdefault(f"{head}.experts.{rest}", []).append((int(index), entry))
+    for name, numbered in experts.items():
+        extents: list[Extent] = []
+        first = numbered[0][1]
+        for number, entry in sorted(numbered, key=lambda pair: pair[0]):
+            for extent in entry.copies[0]:
+                _append(extents, extent._replace(row=extent.row + number * entry.rows))
+        shape = (first.rows * len(numbered), first.columns)
+        yield Entry(name, first.dtype, shape, (tuple(extents),))
+
+
+def _append(extents: list[Extent], extent: Extent) -> None:
+    """Add an extent, as part of the last one where it goes on in the file as in the matrix."""
+    if extents:
+        last = extents[-1]
+        goes_on = last.row + last.rows == extent.row and last.offset + last.rows * last.pitch == extent.offset
+        if goes_on and (last.column, last.columns, last.file, last.pitch) == (
+            extent.column,
+            extent.columns,
+            extent.file,
+            extent.pitch,
+        ):
+            extents[-1] = last._replace(rows=last.rows + extent.rows)
+            return
+    extents.append(extent)
