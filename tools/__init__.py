@@ -1,0 +1,1 @@
+"""What people type: the command line and the tools behind it."""

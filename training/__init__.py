@@ -1,0 +1,1 @@
+"""Training backends: torchtitan parts, picked and configured."""
