@@ -110,11 +110,6 @@ class Move:
         """Bytes read from the source, without scales and factors."""
         return self.rows * self.columns * itemsize(self.source_dtype)
 
-    @property
-    def is_copy(self) -> bool:
-        """Whether the bytes pass unchanged."""
-        return self.scale is None and self.delta is None and self.source_dtype == self.target_dtype
-
 
 Unit = tuple[Move, ...]
 """Moves that are flushed and journalled as one."""
