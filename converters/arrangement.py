@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from .boxes import TensorSpec
-from .config_json import read_json_object
+from .config_json import LARGEST_FILE, read_json_object
 from .detection import Checkpoint
 from .errors import PolicyError, enumerate_problems
 from .formats import Format
@@ -152,11 +152,24 @@ def arrange_by_rank(
     layout: Layout,
     mesh: Mesh,
 ) -> Arrangement:
-    """One safetensors file per rank with its local tensors; for our own format, the index too."""
+    """One safetensors file per rank with its local tensors; for our own format, the index too.
+
+    Raises:
+        PolicyError: the index would be longer than is read.
+    """
     dtypes = {spec.name: spec.dtype for spec in specs}
     files = [[TensorSpec(b.name, dtypes[b.name], b.shape) for b in bindings] for bindings in held]
     if target.store == "vllm":
         return arrange_vllm(files)
+    # at most two boxes of as many numbers as a tensor has dims, twice, of some 8 characters each
+    length = sum(len(b.name) + 12 + 2 * (8 + 16 * len(b.shape)) for bindings in held for b in bindings)
+    length += sum(len(spec.name) + 120 for spec in specs) + 200 * mesh.ranks
+    if length > LARGEST_FILE:
+        count = sum(map(len, held))
+        fewer = ", or --layout hf-fused, which stores experts together" if layout.name == "hf" else ""
+        raise PolicyError(
+            f"{count:,} tensors in {mesh.ranks} rank files are too many for their index; cut for fewer ranks{fewer}"
+        )
     return arrange_ranks(files, mesh, partial(index_json, layout, mesh, whole, held, dtypes))
 
 

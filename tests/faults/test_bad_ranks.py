@@ -362,6 +362,19 @@ def test_a_mesh_is_no_use_to_a_format_of_whole_tensors(place: Path) -> None:
         prepare(place / "source", place / "out", "hf", Choices(mesh=Mesh(tp=2)))
 
 
+def test_an_index_that_would_be_too_long_to_be_read_is_refused_with_the_way_out(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qwen3conv.converters.arrangement.LARGEST_FILE", 20_000)
+    write_tiny(place / "source", MOE, tied=False)
+    choices = Choices(mesh=Mesh(tp=2, fsdp=2), rank_layout="hf")
+    with pytest.raises(PolicyError, match=r"tensors in 4 rank files are too many .* --layout hf-fused"):
+        prepare(place / "source", place / "out", "ranks", choices)
+    shutil.rmtree(place / "source")
+    folder = shard(place, geometry=MOE)  # fused, it is shorter
+    assert (folder / INDEX).stat().st_size < 20_000
+
+
 def test_a_layout_without_a_place_for_experts_is_refused_with_the_way_out(place: Path) -> None:
     write_tiny(place / "source", MOE, tied=False)
     choices = Choices(mesh=Mesh(tp=2), rank_layout="titan", titan_schema="T1")
