@@ -21,9 +21,11 @@ from .planning import Table
 from .policies import Choices, Policy, Settled, output_dtype
 from .rank_index import chunk_owners, index_json
 from .stores.contents import Arrangement
-from .stores.dcp import arrange_chunks, arrange_dcp
+from .stores.dcp_writing import arrange_chunks, arrange_dcp
 from .stores.ranks import arrange_ranks, arrange_vllm
-from .stores.safetensors import INDEX, SINGLE, arrange_safetensors, read_header, split_by_size, split_like
+from .stores.safetensors import INDEX, SINGLE
+from .stores.safetensors_header import read_header
+from .stores.safetensors_writing import arrange_safetensors, split_by_size, split_like
 from .upgrade import NOTHING, Carried
 
 HF_SHARD_BYTES = 5 * 10**9

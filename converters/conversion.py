@@ -8,8 +8,9 @@ from pathlib import Path
 
 import xxhash
 
+from .blocks import BLOCK_BYTES
 from .errors import PolicyError, SourceError, enumerate_problems
-from .execution import BLOCK_BYTES, BUFFERS_PER_WORKER, Advance, Digest, run
+from .execution import BUFFERS_PER_WORKER, Advance, Digest, run
 from .formats import Format
 from .manifest import ASSETS, MANIFEST, Manifest, TensorRecord
 from .planning import Copy, Move, Unit

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .boxes import StoredTensor
 from .config import Geometry, Qwen3Config, compare_geometry, read_config
-from .errors import MappingError, SourceError, enumerate_problems
+from .errors import MappingError, SourceError, enumerate_problems, few
 from .formats import RANK_LAYOUTS
 from .layouts import (
     ACCELERATE,
@@ -148,7 +148,7 @@ def locate_checkpoint(path: Path) -> tuple[Path, str]:
         raise SourceError(f"{path} holds training steps; name one of them, the latest is {path / f'step-{steps[0]}'}")
     _point_below(path, names)
     refuse_pickles(path, names)
-    seen = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "nothing"
+    seen = few(names, 8) or "nothing"
     raise SourceError(
         f"no checkpoint is recognised in {path}: found {seen}; expected {SINGLE} or {INDEX} (Hugging Face), "
         ".metadata and *.distcp (DCP), or shard-*-model-*.safetensors (torch)"

@@ -41,3 +41,16 @@ def enumerate_problems(heading: str, problems: Iterable[str], limit: int = 20) -
     if len(lines) > limit:
         shown.append(f"  - and {len(lines) - limit} more")
     return "\n".join([heading, *shown])
+
+
+def few(items: Iterable[str], limit: int = 5) -> str:
+    """The first ``limit`` of ``items``, and how many more there are."""
+    names = list(items)
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def short(value: object) -> str:
+    """``repr`` of a value that a file brings along, cut to a length that a line can hold."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import xxhash
 
+from .blocks import BLOCK_BYTES, Buffer, gather
 from .casts import widen
 from .dtypes import itemsize
 from .errors import MappingError, PolicyError, SourceError, enumerate_problems
-from .execution import BLOCK_BYTES, Buffer, Files, gather
+from .files import Files
 from .lora_config import CONFIG, AdapterConfig, read_adapter_config
 from .lora_modules import Modules
 from .low_rank import Factor, LowRank
@@ -21,7 +22,7 @@ from .manifest import ASSETS
 from .parameters import EMBEDDING, HEAD
 from .planning import Entry
 from .policies import Choices, Policy, Settled
-from .stores.safetensors import Header, read_header
+from .stores.safetensors_header import Header, read_header
 from .stores.sidecars import list_sidecars
 
 WEIGHTS = "adapter_model.safetensors"

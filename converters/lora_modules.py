@@ -31,7 +31,7 @@ from .low_rank import Factor, LowRank
 from .names import common_prefix, natural_key, split_indices
 from .parameters import EMBEDDING, HEAD, describe
 from .planning import Table
-from .stores.safetensors import Header
+from .stores.safetensors_header import Header
 
 _PREFIX = "base_model.model."
 _EXPERTS = ".mlp.experts"

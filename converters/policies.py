@@ -15,10 +15,10 @@ from typing import Any, Literal
 from .detection import Checkpoint
 from .dtypes import TORCH_NAME
 from .errors import PolicyError, SourceError, enumerate_problems
-from .execution import first_difference, last_nonzero_row, read_whole
 from .parameters import EMBEDDING, EXPERT_BIAS, HEAD, describe
 from .placement import ONE_RANK, Mesh
 from .planning import Table
+from .reading import first_difference, last_nonzero_row, read_whole
 
 EXPERT_BIAS_SUFFIX = ".expert_bias"
 assert EXPERT_BIAS.endswith(EXPERT_BIAS_SUFFIX)

@@ -31,7 +31,7 @@ from .names import natural_key, split_indices, unwrapped
 from .parameters import HEAD
 from .planning import Entry, Extent, Table, tabulate
 from .stores.contents import Blob
-from .stores.dcp import read_blobs
+from .stores.dcp_values import read_blobs
 
 OPTIMIZER = "optimizer."
 STATE = "state"

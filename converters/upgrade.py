@@ -15,14 +15,14 @@ from typing import NamedTuple
 from .boxes import StoredTensor, TensorSpec
 from .detection import Checkpoint
 from .errors import PolicyError, enumerate_problems
-from .execution import read_whole
 from .layouts import FUSED, TITAN_OPTIMIZERS, TITAN_SCHEMAS, Binding, Layout
 from .parameters import HEAD
 from .placement import ONE_RANK
 from .planning import Table
 from .policies import Choices, Policy, Settled
+from .reading import read_whole
 from .stores.contents import PathTuple
-from .stores.dcp import read_blobs
+from .stores.dcp_values import read_blobs
 from .training_state import (
     STATE,
     Column,

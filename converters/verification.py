@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from .blocks import BLOCK_BYTES, Buffer, gather
 from .casts import FLOATS, widen
 from .detection import NOT_MODEL
 from .dtypes import TORCH_NAME, itemsize
 from .errors import SourceError, VerifyError, enumerate_problems
-from .execution import BLOCK_BYTES, Advance, Buffer, Files, gather, load_scales, run
+from .execution import Advance, load_scales, run
+from .files import Files
 from .manifest import STATE_MARK, Manifest, TensorRecord, fingerprint_of
 from .names import natural_key, unwrapped
 from .parameters import EMBEDDING, HEAD

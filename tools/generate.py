@@ -24,7 +24,7 @@ from qwen3conv.converters.dtypes import WRITABLE
 from qwen3conv.converters.errors import PolicyError, enumerate_problems
 from qwen3conv.converters.parameters import EMBEDDING, HEAD, logical_parameters
 from qwen3conv.converters.stores.contents import Arrangement
-from qwen3conv.converters.stores.safetensors import arrange_safetensors, split_by_size
+from qwen3conv.converters.stores.safetensors_writing import arrange_safetensors, split_by_size
 from qwen3conv.converters.stores.staging import Stage, check_destination, check_space
 from qwen3conv.converters.variants import GEOMETRIES, RELEASES, Release
 

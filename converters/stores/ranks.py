@@ -32,7 +32,8 @@ from ..config_json import read_json_object
 from ..errors import SourceError, enumerate_problems
 from ..placement import Mesh, rank_name
 from .contents import Arrangement, Contents, OutputFile
-from .safetensors import arrange_safetensors, read_header, scan_header
+from .safetensors_header import read_header, scan_header
+from .safetensors_writing import arrange_safetensors
 
 RANKS_INDEX = "qwen3conv-ranks.json"
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 from ..boxes import Box, Chunk, Shape, StoredTensor, TensorSpec
 from ..errors import SourceError, enumerate_problems
 from .contents import Contents
-from .safetensors import WARNING, are_sizes, parse_object, scan_header
+from .safetensors import WARNING
+from .safetensors_header import are_sizes, parse_object, scan_header
 
 SUBFOLDER = "sharded"
 _SHARD = re.compile(r"shard-([0-9]{5,})-model-([0-9]{5,})-of-([0-9]{5,})\.safetensors")

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qwen3conv.converters.errors import SourceError
-from qwen3conv.converters.stores.safetensors import INDEX, read_header, read_safetensors
+from qwen3conv.converters.stores.safetensors import INDEX, read_safetensors
+from qwen3conv.converters.stores.safetensors_header import read_header
 from qwen3conv.converters.stores.torch_shards import read_torch_shards
 
 pytestmark = pytest.mark.torch_free

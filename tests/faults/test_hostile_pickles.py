@@ -22,13 +22,15 @@ from qwen3conv.converters.boxes import TensorSpec
 from qwen3conv.converters.dtypes import itemsize
 from qwen3conv.converters.errors import SourceError
 from qwen3conv.converters.stores.contents import Contents
-from qwen3conv.converters.stores.dcp import arrange_dcp, read_blob, read_dcp, read_simple_blob
+from qwen3conv.converters.stores.dcp import read_dcp
 from qwen3conv.converters.stores.dcp_metadata import (
     ChunkStorageMetadata,
     TensorProperties,
     TensorStorageMetadata,
     TorchDtype,
 )
+from qwen3conv.converters.stores.dcp_values import read_blob, read_simple_blob
+from qwen3conv.converters.stores.dcp_writing import arrange_dcp
 from qwen3conv.converters.stores.pickles import Call, Name, New, dump
 from qwen3conv.converters.stores.torch_zip import frame
 

@@ -18,7 +18,7 @@ from qwen3conv.converters.detection import locate_checkpoint, open_checkpoint
 from qwen3conv.converters.errors import ConversionError, MappingError, SourceError
 from qwen3conv.converters.geometry import Geometry
 from qwen3conv.converters.parameters import logical_parameters
-from qwen3conv.converters.stores.dcp import arrange_dcp
+from qwen3conv.converters.stores.dcp_writing import arrange_dcp
 from tests.faults.conftest import DENSE, MOE, Run, convert, write_source
 from tests.faults.kill_at import snapshot
 from tests.laws.tiny import write_tiny

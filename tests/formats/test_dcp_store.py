@@ -26,15 +26,10 @@ from qwen3conv.converters.boxes import Box, StoredTensor, TensorSpec
 from qwen3conv.converters.dtypes import FROM_TORCH_NAME, ITEMSIZE, TORCH_NAME
 from qwen3conv.converters.errors import MappingError, SourceError
 from qwen3conv.converters.stores.contents import Arrangement, Contents
-from qwen3conv.converters.stores.dcp import (
-    UNLOCATED,
-    arrange_chunks,
-    arrange_dcp,
-    read_blob,
-    read_dcp,
-    read_simple_blob,
-)
+from qwen3conv.converters.stores.dcp import UNLOCATED, read_dcp
 from qwen3conv.converters.stores.dcp_metadata import Placed, TensorStorageMetadata, metadata_bytes, read_metadata
+from qwen3conv.converters.stores.dcp_values import read_blob, read_simple_blob
+from qwen3conv.converters.stores.dcp_writing import arrange_chunks, arrange_dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 

@@ -22,7 +22,9 @@ from qwen3conv.converters.boxes import TensorSpec
 from qwen3conv.converters.dtypes import FROM_TORCH_NAME, ITEMSIZE, TORCH_NAME
 from qwen3conv.converters.errors import DestinationError, MappingError, SourceError
 from qwen3conv.converters.stores import safetensors as store
+from qwen3conv.converters.stores import safetensors_writing as writing
 from qwen3conv.converters.stores.contents import Arrangement, Contents
+from qwen3conv.converters.stores.safetensors_header import read_header
 
 PT = {"format": "pt"}
 
@@ -98,7 +100,7 @@ def test_a_written_file_is_the_librarys_own_byte_for_byte(
     folder = tmp_path_factory.mktemp("written")
     tensors = distinct(specs)
     files = [("model.safetensors", [spec_of(name, tensor) for name, tensor in reversed(tensors.items())])]
-    fill(store.arrange_safetensors(files, metadata=metadata), tensors, folder)
+    fill(writing.arrange_safetensors(files, metadata=metadata), tensors, folder)
     assert (folder / "model.safetensors").read_bytes() == save(tensors, metadata=metadata)
     assert os.listdir(folder) == ["model.safetensors"]
     check_bytes(folder, store.read_safetensors(folder), tensors)
@@ -107,7 +109,7 @@ def test_a_written_file_is_the_librarys_own_byte_for_byte(
 def test_every_dtype_takes_the_place_that_the_library_gives_it(tmp_path: Path) -> None:
     tensors = distinct({f"{i:02d}": (dtype, (1, 3)) for i, dtype in enumerate(ITEMSIZE)})
     save_file(tensors, tmp_path / "judge.safetensors", metadata=PT)
-    arrangement = store.arrange_safetensors([("a.safetensors", [spec_of(*item) for item in tensors.items()])])
+    arrangement = writing.arrange_safetensors([("a.safetensors", [spec_of(*item) for item in tensors.items()])])
     fill(arrangement, tensors, tmp_path)
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "judge.safetensors").read_bytes()
 
@@ -116,7 +118,7 @@ def test_several_metadata_keys_keep_their_order_and_are_read_back(tmp_path: Path
     tensors = distinct({"a": ("F32", (2,))})
     metadata = {"format": "pt", "b": '1"', "a": "\u00e9"}
     files = [("model.safetensors", [spec_of("a", tensors["a"])])]
-    fill(store.arrange_safetensors(files, metadata=metadata), tensors, tmp_path)
+    fill(writing.arrange_safetensors(files, metadata=metadata), tensors, tmp_path)
     assert list(store.read_safetensors(tmp_path).metadata.items()) == list(metadata.items())
     assert torch.equal(load_file(tmp_path / "model.safetensors")["a"], tensors["a"])
 
@@ -141,8 +143,8 @@ def test_a_split_folder_is_what_transformers_saves_byte_for_byte(tmp_path: Path,
     model.save_pretrained(theirs, max_shard_size=4000)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if not (tied and name == "lm_head.weight")}
 
-    files = store.split_by_size([spec_of(*item) for item in tensors.items()], 4000)
-    fill(store.arrange_safetensors(files), tensors, ours)
+    files = writing.split_by_size([spec_of(*item) for item in tensors.items()], 4000)
+    fill(writing.arrange_safetensors(files), tensors, ours)
     expected = {path.name: path.read_bytes() for path in theirs.iterdir() if "safetensors" in path.name}
     assert len(expected) > 3
     assert {path.name: path.read_bytes() for path in ours.iterdir()} == expected
@@ -154,9 +156,9 @@ def test_a_split_folder_is_what_transformers_saves_byte_for_byte(tmp_path: Path,
 def test_an_index_can_be_asked_for_or_left_out() -> None:
     one = [("model.safetensors", [TensorSpec("a", "F32", (2,))])]
     two = [*one, ("model-2.safetensors", [TensorSpec("b", "F32", (3,))])]
-    assert list(store.arrange_safetensors(one).trailers()) == []
-    assert list(store.arrange_safetensors(two, index=False).trailers()) == []
-    ((name, content),) = store.arrange_safetensors(one, index=True, total_parameters=7).trailers()
+    assert list(writing.arrange_safetensors(one).trailers()) == []
+    assert list(writing.arrange_safetensors(two, index=False).trailers()) == []
+    ((name, content),) = writing.arrange_safetensors(one, index=True, total_parameters=7).trailers()
     assert name == "model.safetensors.index.json"
     assert json.loads(content) == {
         "metadata": {"total_parameters": 7, "total_size": 8},
@@ -171,7 +173,7 @@ def test_what_cannot_be_written_is_refused_all_at_once() -> None:
         ("b.safetensors", [TensorSpec("odd", "C64", (2,))]),
     ]
     with pytest.raises(MappingError) as caught:
-        store.arrange_safetensors(files)
+        writing.arrange_safetensors(files)
     text = str(caught.value)
     for part in ("'twice': occurs twice, in a.safetensors and", "'__metadata__'", "'../a.safetensors'", "ud800", "C64"):
         assert part in text
@@ -180,7 +182,7 @@ def test_what_cannot_be_written_is_refused_all_at_once() -> None:
 def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MAX_HEADER", 100)
     with pytest.raises(DestinationError, match="smaller shard size"):
-        store.arrange_safetensors([("a.safetensors", [TensorSpec("x" * 100, "F32", (2,))])])
+        writing.arrange_safetensors([("a.safetensors", [TensorSpec("x" * 100, "F32", (2,))])])
 
 
 # --- splitting -------------------------------------------------------------------------------------------------------
@@ -195,12 +197,12 @@ def test_files_are_split_as_huggingface_hub_splits_them(sizes: list[int], limit:
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=limit,
     )
-    ours = store.split_by_size(specs, limit)
+    ours = writing.split_by_size(specs, limit)
     assert [(file, [spec.name for spec in held]) for file, held in ours] == list(judge.filename_to_tensors.items())
 
 
 def test_no_tensor_at_all_still_makes_one_file() -> None:
-    assert store.split_by_size([], 10) == [("model.safetensors", [])]
+    assert writing.split_by_size([], 10) == [("model.safetensors", [])]
 
 
 def names_in(split: Sequence[tuple[str, list[TensorSpec]]] | None) -> dict[str, list[str]] | None:
@@ -211,17 +213,17 @@ def test_a_given_split_is_kept_only_while_the_tensors_agree() -> None:
     specs = [TensorSpec(name, "F32", (2,)) for name in ("c", "a", "b")]
     one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
     source = {"a": one, "b": two, "c": one}
-    assert names_in(store.split_like(specs, source)) == {one: ["c", "a"], two: ["b"]}
-    assert store.split_like([*specs, TensorSpec("new", "F32", ())], source) is None
+    assert names_in(writing.split_like(specs, source)) == {one: ["c", "a"], two: ["b"]}
+    assert writing.split_like([*specs, TensorSpec("new", "F32", ())], source) is None
     with_head = {**source, "lm_head.weight": two}
-    assert store.split_like(specs, with_head) is None
-    assert names_in(store.split_like(specs, with_head, may_lack={"lm_head.weight"})) == {one: ["c", "a"], two: ["b"]}
+    assert writing.split_like(specs, with_head) is None
+    assert names_in(writing.split_like(specs, with_head, may_lack={"lm_head.weight"})) == {one: ["c", "a"], two: ["b"]}
     head_alone = {"a": one, "b": one, "c": one, "lm_head.weight": two}
-    assert store.split_like(specs, head_alone, may_lack={"lm_head.weight"}) is None
-    assert store.split_like(specs, {**source, "b": "sub/" + two}) is None
-    assert store.split_like([], {}) is None
+    assert writing.split_like(specs, head_alone, may_lack={"lm_head.weight"}) is None
+    assert writing.split_like(specs, {**source, "b": "sub/" + two}) is None
+    assert writing.split_like([], {}) is None
     lone = dict.fromkeys(source, "consolidated.safetensors")
-    assert names_in(store.split_like(specs, lone)) == {"model.safetensors": ["c", "a", "b"]}
+    assert names_in(writing.split_like(specs, lone)) == {"model.safetensors": ["c", "a", "b"]}
 
 
 # --- reading ---------------------------------------------------------------------------------------------------------
@@ -258,7 +260,7 @@ def test_a_sound_folder_is_read_without_a_word(folder: Path) -> None:
 
 
 def test_the_header_gives_ranges_relative_to_the_data(folder: Path) -> None:
-    header = store.read_header(folder / "model-00001-of-00002.safetensors")
+    header = read_header(folder / "model-00001-of-00002.safetensors")
     assert header.tensors == {"b": ("F32", (4,), 0, 16), "a": ("BF16", (2, 3), 16, 28)}
     assert header.size == header.data_start + 28
 
@@ -431,7 +433,7 @@ def test_the_headers_of_a_235b_folder_take_little_memory(tmp_path: Path) -> None
         for name in ("q_norm", "k_norm"):
             specs.append(TensorSpec(f"{root}.self_attn.{name}.weight", "BF16", (128,)))
     assert len(specs) == 36945
-    arrangement = store.arrange_safetensors(store.split_by_size(specs, 4_000_000_000))
+    arrangement = writing.arrange_safetensors(writing.split_by_size(specs, 4_000_000_000))
     assert 110 <= len(arrangement.files) <= 125
     fill(Arrangement({}, arrangement.files, arrangement.trailers), {}, tmp_path)  # sparse: true headers, no data
     run = [sys.executable, "-c", HEADERS_OF_235B, str(tmp_path)]

@@ -24,7 +24,8 @@ from qwen3conv.converters.errors import ConversionError, MappingError, PolicyErr
 from qwen3conv.converters.manifest import Manifest, read_manifest
 from qwen3conv.converters.policies import Choices, settle
 from qwen3conv.converters.stores.contents import Blob
-from qwen3conv.converters.stores.dcp import read_blob, read_dcp
+from qwen3conv.converters.stores.dcp import read_dcp
+from qwen3conv.converters.stores.dcp_values import read_blob
 from qwen3conv.converters.stores.staging import partial_path
 from qwen3conv.converters.verification import verify
 from qwen3conv.tools.cli.main import cli

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from qwen3conv.converters.errors import SourceError
-from qwen3conv.converters.execution import first_difference
 from qwen3conv.converters.layouts import HF, bind, solve_geometry
 from qwen3conv.converters.planning import Table, tabulate
+from qwen3conv.converters.reading import first_difference
 from qwen3conv.converters.stores.verl import read_verl
 from tests.conversions import differing
 from tests.laws.tiny import scratch

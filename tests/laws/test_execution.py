@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qwen3conv.converters import execution
-from qwen3conv.converters.execution import EARLY_BYTES, Files, Output, Pending, first_difference
+from qwen3conv.converters.execution import Pending
+from qwen3conv.converters.files import EARLY_BYTES, Files, Output
 from qwen3conv.converters.planning import Entry, Extent, Move, Unit
+from qwen3conv.converters.reading import first_difference
 from tests.laws.tiny import scratch
 
 pytestmark = pytest.mark.torch_free

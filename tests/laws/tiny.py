@@ -15,7 +15,7 @@ from qwen3conv.converters.config_derive import derive_config
 from qwen3conv.converters.config_styles import render_config
 from qwen3conv.converters.geometry import Geometry
 from qwen3conv.converters.parameters import logical_parameters
-from qwen3conv.converters.stores.safetensors import arrange_safetensors, split_by_size
+from qwen3conv.converters.stores.safetensors_writing import arrange_safetensors, split_by_size
 
 
 @contextmanager
