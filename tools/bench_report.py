@@ -78,15 +78,13 @@ class ShapeReport:
                 yield Goal(
                     f"{subject}, peak", f"at most {format_bytes(PEAK)}", format_bytes(peak), reached=peak <= PEAK
                 )
-            for ours in case.faster if self.shape.judged else ():
-                for what, times in (("wall", PEER_WALL), ("user", PEER_USER)):
-                    ratios = found.ratios(self.figures[ours], what) if ours in self.figures else []
-                    if ratios:
+            ours = self.figures.get(case.outrun_by or "")
+            if self.shape.judged and ours is not None:
+                for what, name, times in (("wall", "wall", PEER_WALL), ("user", "user CPU", PEER_USER)):
+                    if ratios := found.ratios(ours, what):
                         median = spread(ratios)[1]
-                        name = "wall" if what == "wall" else "user CPU"
-                        yield Goal(
-                            f"{subject}, {name} / {ours}", f"at least {times:g}x", f"{median:.1f}x", median >= times
-                        )
+                        text = f"{subject}, {name} / {case.outrun_by}"
+                        yield Goal(text, f"at least {times:g}x", f"{median:.1f}x", reached=median >= times)
 
     def show(self) -> None:
         """The table of one shape."""
