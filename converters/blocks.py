@@ -91,6 +91,25 @@ def scatter(
             output.write_from(extent.file, start + first * extent.pitch, view)
 
 
+def copy_rows(
+    source: Sequence[Extent], target: Sequence[Extent], row: int, rows: int, files: Files, output: Output
+) -> bool:
+    """Have the kernel copy rows that lie whole and back to back on either side; ``False`` if it did not copy all."""
+    for extent, low, high in _overlapping(source, row, rows):
+        begin = extent.offset + (low - extent.row) * extent.pitch
+        for other, first, last in _overlapping(target, low, high - low):
+            skipped, count = (first - low) * extent.pitch, (last - first) * extent.pitch
+            offset = other.offset + (first - other.row) * other.pitch
+            if not output.copy_from(files, extent.file, begin + skipped, other.file, offset, count):
+                return False
+    return True
+
+
+def holds_whole_rows(extents: Sequence[Extent], columns: int, width: int) -> bool:
+    """Whether every row of a parameter is one run of bytes, and follows the row before it in its extent."""
+    return all(extent.columns == columns and extent.pitch == columns * width for extent in extents)
+
+
 def _overlapping(extents: Sequence[Extent], row: int, rows: int) -> Iterator[tuple[Extent, int, int]]:
     for extent in extents:
         low, high = max(row, extent.row), min(row + rows, extent.row + extent.rows)

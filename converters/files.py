@@ -87,6 +87,15 @@ class Files:
             except OSError as error:
                 raise write_failed(self._folder / name, error) from error
 
+    def copy_range(self, source: int, begin: int, name: str, offset: int, count: int) -> int:
+        """Bytes, of ``count`` at most, that the kernel copied here from another file's descriptor; 0 if it cannot."""
+        if not hasattr(os, "copy_file_range"):
+            return 0
+        try:
+            return os.copy_file_range(source, self.descriptor(name), count, begin, offset)
+        except OSError:  # another file system, a kernel or a file that has no such thing, a full disk
+            return 0
+
     def begin_flush(self, name: str, offset: int, count: int) -> None:
         """Have the disk begin to take ``count`` bytes at ``offset``, without waiting for it; a hint.
 
@@ -115,10 +124,27 @@ class Output:
     def write_from(self, name: str, offset: int, view: memoryview) -> None:
         """Write all of ``view`` at ``offset`` bytes into the file."""
         self._files.write_from(name, offset, view)
+        self._wrote(name, offset, len(view))
+
+    def copy_from(self, reads: Files, source: str, begin: int, name: str, offset: int, count: int) -> bool:
+        """Have the kernel copy ``count`` bytes at ``begin`` of a file of ``reads`` to ``offset`` of one written here.
+
+        ``False`` if it did not, for whatever reason: reading and writing them will find out whose fault that is.
+        """
+        done = 0
+        while done < count:
+            copied = self._files.copy_range(reads.descriptor(source), begin + done, name, offset + done, count - done)
+            if not copied:
+                return False
+            done += copied
+        self._wrote(name, offset, count)
+        return True
+
+    def _wrote(self, name: str, offset: int, count: int) -> None:
         begin, end = self._runs.get(name, (offset, offset))
         if not end <= offset < end + EARLY_BYTES:  # frames of archives are left out, so runs have gaps
             begin = offset
-        end = offset + len(view)
+        end = offset + count
         if end - begin >= EARLY_BYTES:
             self._files.begin_flush(name, begin, end - begin)
             begin = end

@@ -178,9 +178,7 @@ def titan_cases(folders: Folders, shape: Shape, checkout: Path | None) -> Iterat
         memory=3.6,
         path=checkout,
     )
-    yield Case(
-        back, back_command, dcp, faster={"dcp-to-hf": same}, outrun_by="dcp-to-hf", memory=5.3, path=checkout
-    )
+    yield Case(back, back_command, dcp, faster={"dcp-to-hf": same}, outrun_by="dcp-to-hf", memory=5.3, path=checkout)
 
 
 def transformers_case(folders: Folders) -> Case:

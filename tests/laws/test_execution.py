@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qwen3conv.converters import execution
-from qwen3conv.converters.execution import Pending
+from qwen3conv.converters import execution, reading
+from qwen3conv.converters import files as open_files
+from qwen3conv.converters.execution import Pending, run
 from qwen3conv.converters.files import EARLY_BYTES, Files, Output
 from qwen3conv.converters.planning import Entry, Extent, Move, Unit
 from qwen3conv.converters.reading import first_difference
@@ -67,7 +68,7 @@ def test_the_disk_is_told_of_every_long_run_once_and_of_written_bytes_only(
             told.append((offset, offset + count))
 
     with scratch() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "EARLY_BYTES", early)
+        patch.setattr(open_files, "EARLY_BYTES", early)
         (root / "file").touch()
         expected = bytearray()
         with Recorded(root, os.O_RDWR) as files:
@@ -98,7 +99,7 @@ def test_an_early_start_drops_nothing_that_was_written(tmp_path: Path) -> None:
 @given(rows=st.integers(1, 9), differing=st.sets(st.integers(0, 8)))
 def test_the_first_row_that_differs_is_found_wherever_it_is(rows: int, differing: set[int]) -> None:
     with scratch() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(execution, "BLOCK_BYTES", 12)  # two rows of three BF16
+        patch.setattr(reading, "BLOCK_BYTES", 12)  # two rows of three BF16
         mine = bytes(range(6 * rows))
         theirs = bytearray(mine)
         for row in differing:
@@ -108,3 +109,53 @@ def test_the_first_row_that_differs_is_found_wherever_it_is(rows: int, differing
         copies = tuple((Extent(0, rows, 0, 3, "file", at, 6),) for at in (0, len(mine)))
         entry = Entry("x", "BF16", (rows, 3), copies)
         assert first_difference(entry, root) == min((row for row in differing if row < rows), default=None)
+
+
+def cut(rows: int, at: list[int], file: str, start: int, gap: int) -> tuple[Extent, ...]:
+    """Extents of whole rows of three BF16, cut before the rows ``at``, ``gap`` bytes apart."""
+    ends = sorted({0, rows, *(row for row in at if row < rows)})
+    return tuple(
+        Extent(low, high - low, 0, 3, file, start + low * 6 + index * gap, 6)
+        for index, (low, high) in enumerate(pairwise(ends))
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "copy_file_range"), reason="Linux has it")
+@given(
+    rows=st.integers(1, 9),
+    source=st.lists(st.integers(1, 8), max_size=3),
+    target=st.lists(st.integers(1, 8), max_size=3),
+    calls=st.integers(0, 12),
+)
+def test_the_kernel_copies_what_blocks_would_and_blocks_what_the_kernel_will_not(
+    rows: int, source: list[int], target: list[int], calls: int
+) -> None:
+    made: list[int] = []
+    ticks: list[int] = []
+    kernel = os.copy_file_range
+
+    def sometimes(here: int, there: int, count: int, begin: int, offset: int) -> int:
+        made.append(count)
+        if len(made) > calls:
+            raise OSError(38, "not here")
+        return kernel(here, there, min(count, 7), begin, offset)  # as at a signal: less than it was asked for
+
+    with scratch() as root, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "copy_file_range", sometimes)
+        patch.setattr(execution, "COPY_BYTES", 18)
+        content = os.urandom(200)
+        (root / "in").write_bytes(content)
+        (root / "out").write_bytes(bytes(200))
+        reads, writes = cut(rows, source, "in", 3, 5), cut(rows, target, "out", 8, 2)
+        move = Move("x", rows, 3, reads, "BF16", (writes,), "BF16", rows)
+        assert run([(move,)], source=root, target=root, digests=False, advance=ticks.append) == {}
+        found = (root / "out").read_bytes()
+    expected = bytearray(200)
+    for row in range(rows):
+        (here,) = (e for e in reads if e.row <= row < e.row + e.rows)
+        (there,) = (e for e in writes if e.row <= row < e.row + e.rows)
+        begin, end = here.offset + (row - here.row) * 6, there.offset + (row - there.row) * 6
+        expected[end : end + 6] = content[begin : begin + 6]
+    assert found == bytes(expected)
+    assert sum(ticks) == rows * 6
+    assert made
