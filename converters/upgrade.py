@@ -21,20 +21,10 @@ from .placement import ONE_RANK
 from .planning import Table
 from .policies import Choices, Policy, Settled
 from .reading import read_whole
+from .state_tables import STATE, Column, owners, plain_table, state_table, uncut
 from .stores.contents import PathTuple
 from .stores.dcp_values import read_blobs
-from .training_state import (
-    STATE,
-    Column,
-    Item,
-    TrainingState,
-    optimizer_bindings,
-    owners,
-    plain_table,
-    read_training_state,
-    state_table,
-    uncut,
-)
+from .training_state import Item, TrainingState, optimizer_bindings, read_training_state
 
 _SCHEDULER = "lr_scheduler."
 _WHOLE_SCHEDULER = (f"{_SCHEDULER}base_lrs", f"{_SCHEDULER}_step_count")

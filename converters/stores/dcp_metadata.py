@@ -18,7 +18,8 @@ from ..boxes import Box, Shape, TensorSpec
 from ..dtypes import TORCH_NAME
 from ..errors import SourceError
 from .contents import PathTuple
-from .pickles import Call, Callee, Name, New, Pairs, Record, Table, Unfit, dump, load
+from .pickle_writing import Call, Name, New, Pairs, dump
+from .pickles import Callee, Record, Table, Unfit, load
 
 VERSION = "1.0.0"
 """``CURRENT_DCP_VERSION`` of torch 2.13; folders of earlier releases carry none."""

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ..boxes import Box, Chunk, Shape, StoredTensor, TensorSpec
 from ..dtypes import itemsize
 from ..errors import MappingError, enumerate_problems
-from . import torch_zip
 from .contents import Arrangement, OutputFile, PathTuple
 from .dcp import METADATA_FILE
 from .dcp_metadata import Placed, metadata_bytes
+from .torch_zip import ALIGNMENT
+from .torch_zip_writing import frame
 
 Parts = tuple[TensorSpec, Sequence[tuple[Box, str]]]
 """A tensor and its chunks: box and data file of each."""
@@ -73,7 +74,7 @@ def arrange_chunks(
         chunks = []
         for box, name in cuts:
             file = files.setdefault(name, _File())
-            prefix, _ = torch_zip.frame(spec.dtype, box.size)
+            prefix, _ = frame(spec.dtype, box.size)
             chunks.append(Chunk(box, name, file.size + len(prefix)))
             file.archives.append((file.size, spec.dtype, box.size))
             file.size += _archive_bytes(spec.dtype, box.size)
@@ -105,12 +106,12 @@ class _File:
     def seals(self) -> Iterator[tuple[int, bytes]]:
         """All bytes that are not tensor elements, zeros between archives included."""
         for at, data in self.blobs:
-            yield at, data + bytes(-len(data) % torch_zip.ALIGNMENT)
+            yield at, data + bytes(-len(data) % ALIGNMENT)
         for at, dtype, shape in self.archives:
-            prefix, suffix = torch_zip.frame(dtype, shape)
+            prefix, suffix = frame(dtype, shape)
             yield at, prefix
             end = at + len(prefix) + math.prod(shape) * itemsize(dtype)
-            yield end, suffix + bytes(-(end + len(suffix)) % torch_zip.ALIGNMENT)
+            yield end, suffix + bytes(-(end + len(suffix)) % ALIGNMENT)
 
 
 def _check_names(names: Sequence[str], aliases: Mapping[str, str], blobs: Mapping[str, bytes]) -> None:
@@ -129,16 +130,16 @@ def _check_names(names: Sequence[str], aliases: Mapping[str, str], blobs: Mappin
 
 
 def _placed(dtype: str, chunk: Chunk) -> Placed:
-    prefix, suffix = torch_zip.frame(dtype, chunk.box.size)
+    prefix, suffix = frame(dtype, chunk.box.size)
     length = len(prefix) + chunk.box.volume * itemsize(dtype) + len(suffix)
     return Placed(chunk.box, chunk.file, chunk.offset - len(prefix), length)
 
 
 def _archive_bytes(dtype: str, shape: Shape) -> int:
     """Bytes that an archive takes in a data file, padding to the next one included."""
-    prefix, suffix = torch_zip.frame(dtype, shape)
+    prefix, suffix = frame(dtype, shape)
     return _aligned(len(prefix) + math.prod(shape) * itemsize(dtype) + len(suffix))
 
 
 def _aligned(size: int) -> int:
-    return size + -size % torch_zip.ALIGNMENT
+    return size + -size % ALIGNMENT

@@ -7,9 +7,10 @@ An archive is a zip file with stored, uncompressed records, laid out by torch 2.
 
 Every record's content begins at a multiple of 64 bytes from the archive's start; the gap is a zip extra field ``FB``.
 
-CRCs: ``frame`` writes the true CRC-32 of every record but the payload's, which is 0, as torch itself writes with
-``torch.serialization.set_crc32_options(False)``: the payload is not known yet when its frame is made, and torch's
-reader never checks (a zip tool that does will call ``data/0`` damaged). ``locate`` checks the CRC of ``data.pkl``.
+CRCs: ``torch_zip_writing.frame`` writes the true CRC-32 of every record but the payload's, which is 0, as torch itself
+does with ``torch.serialization.set_crc32_options(False)``: the payload is not known yet when its frame is made, and
+torch's reader never checks (a zip tool that does will call ``data/0`` damaged). ``locate`` checks the CRC of
+``data.pkl``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..boxes import Shape
-from ..dtypes import FROM_TORCH_NAME, TORCH_NAME, itemsize
+from ..dtypes import FROM_TORCH_NAME, itemsize
 from ..errors import SourceError
 from .dcp_metadata import DTYPE_NAMES, TorchDtype, count, extent
 from .pickles import Callee, Table, Unfit, load
@@ -34,15 +35,13 @@ ALIGNMENT = 64
 Read = Callable[[int, int], bytes]
 """``(offset, size) -> bytes``, fewer than ``size`` only at the end of the file."""
 
-_LOCAL = struct.Struct("<4s5H3L2H")
-_CENTRAL = struct.Struct("<4s6H3L5H2L")
-_END = struct.Struct("<4s4H2LH")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_LOCATOR = struct.Struct("<4sLQL")
-_MAX32 = 0xFFFFFFFF
-_DESCRIPTOR_FOLLOWS = 0x0008
-_UTF8_NAME = 0x0800
-_ROOT = "archive"
+LOCAL = struct.Struct("<4s5H3L2H")
+CENTRAL = struct.Struct("<4s6H3L5H2L")
+END = struct.Struct("<4s4H2LH")
+END64 = struct.Struct("<4sQ2H2L4Q")
+LOCATOR = struct.Struct("<4sLQL")
+MAX32 = 0xFFFFFFFF
+DESCRIPTOR_FOLLOWS = 0x0008
 _SMALL_BYTES = 4096
 _HEAD_BYTES = 1024
 _TAIL_BYTES = 1536
@@ -50,7 +49,7 @@ _MAX_DIRECTORY = 1 << 20
 _MAX_PICKLE = 1 << 20
 _MAX_DIMS = 64
 
-_STORAGE_CLASS = {
+STORAGE_CLASS = {
     "BOOL": "BoolStorage",
     "U8": "ByteStorage",
     "I8": "CharStorage",
@@ -101,120 +100,6 @@ class TensorRef(NamedTuple):
     shape: Shape
 
 
-# --- writing ---------------------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=1024)
-def frame(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
-    """(prefix, suffix): ``prefix + elements + suffix`` is a file that ``torch.load(weights_only=True)`` reads.
-
-    The prefix is, byte for byte, what torch 2.13 writes; its length is a multiple of 64.
-    """
-    nbytes = math.prod(shape) * itemsize(dtype)
-    prefix, directory = bytearray(), bytearray()
-    records = (
-        ("data.pkl", _tensor_pickle(dtype, shape)),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % ALIGNMENT),
-        ("byteorder", b"little"),
-    )
-    for name, content in records:
-        header, descriptor, entry = _record(name, len(prefix), len(content), zlib.crc32(content))
-        prefix += header + content + descriptor
-        directory += entry
-    header, descriptor, entry = _record("data/0", len(prefix), nbytes, 0)
-    prefix += header
-    directory += entry
-
-    suffix = bytearray(descriptor)
-    at = len(prefix) + nbytes + len(suffix)
-    header, descriptor, entry = _record("version", at, 2, zlib.crc32(b"3\n"))
-    suffix += header + b"3\n" + descriptor
-    directory += entry
-    at = len(prefix) + nbytes + len(suffix)
-    entries = len(records) + 2
-    suffix += directory
-    suffix += _END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, entries, entries, len(directory), at)
-    suffix += _LOCATOR.pack(b"PK\x06\x07", 0, at + len(directory), 1)
-    suffix += _END.pack(b"PK\x05\x06", 0, 0, entries, entries, len(directory), min(at, _MAX32), 0)
-    return bytes(prefix), bytes(suffix)
-
-
-def _record(name: str, at: int, nbytes: int, crc: int) -> tuple[bytes, bytes, bytes]:
-    """(local header with padding, data descriptor, directory entry) of a record whose local header lies at ``at``.
-
-    An empty record has no descriptor; from 4 GiB on, sizes and offsets go into zip64 extra fields.
-    """
-    path = f"{_ROOT}/{name}".encode()
-    flags = _UTF8_NAME | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-    large, far = nbytes >= _MAX32, at >= _MAX32
-    extra = b""
-    if large or far:
-        values = ([nbytes, 0] if large else []) + ([at] if far else [])
-        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
-    padding = -(at + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
-    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    header = _LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
-
-    descriptor = struct.pack("<4sLQQ" if large or far else "<4sLLL", b"PK\x07\x08", crc, nbytes, nbytes)
-    size = _MAX32 if large else nbytes
-    extra = b""
-    if large or far:
-        values = ([nbytes, nbytes] if large else []) + ([at] if far else [])
-        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
-    entry = _CENTRAL.pack(
-        *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, size, size, len(path), len(extra), 0, 0, 0, 0, min(at, _MAX32))
-    )
-    return header, descriptor if nbytes else b"", entry + path + extra
-
-
-def _tensor_pickle(dtype: str, shape: Shape) -> bytes:
-    """``data.pkl``, pickle protocol 2, memo numbers as torch's pickler gives them."""
-    memo = 0
-
-    def put() -> bytes:
-        nonlocal memo
-        memo += 1
-        return b"q" + bytes((memo - 1,))
-
-    def pair(sizes: Shape) -> bytes:
-        items = b"".join(map(_integer, sizes))
-        if not sizes:
-            return b")"
-        return (items + bytes((0x84 + len(sizes),)) if len(sizes) <= 3 else b"(" + items + b"t") + put()
-
-    def text(value: str) -> bytes:
-        return b"X" + struct.pack("<L", len(value)) + value.encode() + put()
-
-    numel = math.prod(shape)
-    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
-    typed = _STORAGE_CLASS.get(dtype)
-    out = b"\x80\x02" + f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode() + put()
-    out += b"((" + text("storage")
-    out += (f"ctorch\n{typed}\n" if typed else "ctorch.storage\nUntypedStorage\n").encode() + put()
-    out += text("0") + text("cpu") + _integer(numel if typed else numel * itemsize(dtype)) + b"t" + put() + b"Q"
-    out += _integer(0) + pair(shape) + pair(strides) + b"\x89"
-    out += b"ccollections\nOrderedDict\n" + put() + b")R" + put()
-    if not typed:
-        out += f"ctorch\n{TORCH_NAME[dtype]}\n".encode() + put()
-    out += b"t" + put() + b"R" + put() + b"."
-    return out
-
-
-def _integer(value: int) -> bytes:
-    if value < 1 << 8:
-        return b"K" + bytes((value,))
-    if value < 1 << 16:
-        return b"M" + struct.pack("<H", value)
-    if value < 1 << 31:
-        return b"J" + struct.pack("<l", value)
-    width = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes((width,)) + value.to_bytes(width, "little")
-
-
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 class Archive:
     """One archive inside a file, its directory parsed: usually two reads, one of a small archive."""
 
@@ -247,14 +132,14 @@ class Archive:
         record = self.records.get(name)
         if record is None:
             raise self.damaged(f"record {name!r} is missing")
-        header = self.bytes_at(record.header, _LOCAL.size)
-        magic, _, flags, method, _, _, _, _, _, name_size, extra_size = _LOCAL.unpack(header)
+        header = self.bytes_at(record.header, LOCAL.size)
+        magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack(header)
         if magic != b"PK\x03\x04" or flags & 1 or method:
             raise self.damaged(f"record {name!r} has no plain local header, or is compressed or encrypted")
-        path = self.bytes_at(record.header + _LOCAL.size, name_size)
+        path = self.bytes_at(record.header + LOCAL.size, name_size)
         if path.rpartition(b"/" + name.encode())[1:] != (b"/" + name.encode(), b""):
             raise self.damaged(f"the local header of record {name!r} names {path!r}")
-        at = record.header + _LOCAL.size + name_size + extra_size
+        at = record.header + LOCAL.size + name_size + extra_size
         if at + record.nbytes > self.length:
             raise self.damaged(f"record {name!r} runs past its end")
         return int(at)
@@ -278,16 +163,16 @@ class Archive:
         """Record name (without the archive's own name) -> record."""
         size = min(self.length, _TAIL_BYTES)
         tail = self._head if size <= len(self._head) else self._read(self.start + self.length - size, size)
-        if len(tail) < _END.size:
+        if len(tail) < END.size:
             raise self.damaged("its end lies past the end of the file")
         end: list[int]
-        magic, _, _, _, *end, comment = _END.unpack_from(tail, len(tail) - _END.size)
+        magic, _, _, _, *end, comment = END.unpack_from(tail, len(tail) - END.size)
         if magic != b"PK\x05\x06" or comment:
             raise self.damaged("no end record where it should end")
         entries, directory_size, directory_at = end
-        if entries == 0xFFFF or _MAX32 in (directory_size, directory_at):
+        if entries == 0xFFFF or MAX32 in (directory_size, directory_at):
             entries, directory_size, directory_at = self._end64(tail)
-        if directory_size > self._largest_directory or entries * _CENTRAL.size > directory_size:
+        if directory_size > self._largest_directory or entries * CENTRAL.size > directory_size:
             raise self.damaged(f"a directory of {entries} records in {directory_size} bytes is not plausible")
         begin = directory_at - (self.length - len(tail))
         if begin >= 0 and begin + directory_size <= len(tail):
@@ -297,12 +182,12 @@ class Archive:
         return self._entries(directory, entries, directory_at)
 
     def _end64(self, tail: bytes) -> tuple[int, int, int]:
-        if len(tail) < _END.size + _LOCATOR.size:
+        if len(tail) < END.size + LOCATOR.size:
             raise self.damaged("no zip64 end record")
-        magic, _, at, _ = _LOCATOR.unpack_from(tail, len(tail) - _END.size - _LOCATOR.size)
+        magic, _, at, _ = LOCATOR.unpack_from(tail, len(tail) - END.size - LOCATOR.size)
         if magic != b"PK\x06\x07":
             raise self.damaged("no zip64 end record")
-        magic, _, _, _, _, _, _, entries, size, offset = _END64.unpack(self.bytes_at(at, _END64.size))
+        magic, _, _, _, _, _, _, entries, size, offset = END64.unpack(self.bytes_at(at, END64.size))
         if magic != b"PK\x06\x06":
             raise self.damaged("no zip64 end record")
         return entries, size, offset
@@ -312,14 +197,14 @@ class Archive:
         root = None
         at = 0
         for _ in range(entries):
-            if at + _CENTRAL.size > len(directory):
+            if at + CENTRAL.size > len(directory):
                 raise self.damaged("its directory holds fewer records than it states")
-            fields = _CENTRAL.unpack_from(directory, at)
+            fields = CENTRAL.unpack_from(directory, at)
             magic, _, _, flags, method, _, _, crc, packed, nbytes, name_size, extra_size, comment_size = fields[:13]
             header = fields[16]
-            at += _CENTRAL.size
+            at += CENTRAL.size
             path = directory[at : at + name_size]
-            if packed == _MAX32 or nbytes == _MAX32 or header == _MAX32:
+            if packed == MAX32 or nbytes == MAX32 or header == MAX32:
                 extra = directory[at + name_size : at + name_size + extra_size]
                 nbytes, packed, header = self._zip64(extra, nbytes, packed, header)
             at += name_size + extra_size + comment_size
@@ -329,7 +214,7 @@ class Archive:
                 raise self.damaged(f"directory entry {path!r} is not one that torch writes")
             if flags & 1 or method or packed != nbytes:
                 raise self.damaged(f"record {path!r} is compressed or encrypted")
-            if header + _LOCAL.size + name_size + nbytes > directory_at:
+            if header + LOCAL.size + name_size + nbytes > directory_at:
                 raise self.damaged(f"record {path!r} overlaps the directory")
             if records.setdefault(name.decode(), record := Record(header, nbytes, crc)) is not record:
                 raise self.damaged(f"record {path!r} appears twice")
@@ -345,7 +230,7 @@ class Archive:
                 body = extra[at + 4 : at + 4 + size]
                 wide = list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
                 for i, value in enumerate(values):
-                    if value == _MAX32:
+                    if value == MAX32:
                         if not wide:
                             break
                         values[i] = wide.pop(0)
@@ -457,7 +342,7 @@ TENSOR_TABLE: Table = {
     ("collections", "OrderedDict"): Callee(call=_hooks),
     ("torch.storage", "UntypedStorage"): _StorageKind(None),
     ("torch", "UntypedStorage"): _StorageKind(None),
-    **{("torch", name): _StorageKind(code) for code, name in _STORAGE_CLASS.items()},
+    **{("torch", name): _StorageKind(code) for code, name in STORAGE_CLASS.items()},
 }
 """The names in the ``data.pkl`` of one plain tensor."""
 

@@ -31,8 +31,8 @@ from qwen3conv.converters.stores.dcp_metadata import (
 )
 from qwen3conv.converters.stores.dcp_values import read_blob, read_simple_blob
 from qwen3conv.converters.stores.dcp_writing import arrange_dcp
-from qwen3conv.converters.stores.pickles import Call, Name, New, dump
-from qwen3conv.converters.stores.torch_zip import frame
+from qwen3conv.converters.stores.pickle_writing import Call, Name, New, dump
+from qwen3conv.converters.stores.torch_zip_writing import frame
 
 pytestmark = pytest.mark.torch_free
 

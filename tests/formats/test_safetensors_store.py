@@ -180,7 +180,7 @@ def test_what_cannot_be_written_is_refused_all_at_once() -> None:
 
 
 def test_a_header_that_readers_would_refuse_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_MAX_HEADER", 100)
+    monkeypatch.setattr(writing, "MAX_HEADER", 100)
     with pytest.raises(DestinationError, match="smaller shard size"):
         writing.arrange_safetensors([("a.safetensors", [TensorSpec("x" * 100, "F32", (2,))])])
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from qwen3conv.converters.dtypes import FROM_TORCH_NAME, ITEMSIZE, TORCH_NAME
 from qwen3conv.converters.errors import SourceError
-from qwen3conv.converters.stores.torch_zip import ALIGNMENT, Payload, frame, locate
+from qwen3conv.converters.stores.torch_zip import ALIGNMENT, Payload, locate
+from qwen3conv.converters.stores.torch_zip_writing import frame
 
 SHAPES = ((), (0,), (5,), (3, 4), (0, 3), (300, 2), (2, 3, 4), (2, 1, 3, 4, 2))
 FOUR_GIB = 1 << 32

@@ -1,0 +1,113 @@
+"""The bytes around a tensor in the ``torch.save`` archive that holds it. The layout: ``torch_zip``."""
+
+from __future__ import annotations
+
+import math
+import struct
+import zlib
+from functools import lru_cache
+
+from ..boxes import Shape
+from ..dtypes import TORCH_NAME, itemsize
+from .pickle_writing import integer
+from .torch_zip import ALIGNMENT, CENTRAL, DESCRIPTOR_FOLLOWS, END, END64, LOCAL, LOCATOR, MAX32, STORAGE_CLASS
+
+_ROOT = "archive"
+_UTF8_NAME = 0x0800
+
+
+@lru_cache(maxsize=1024)
+def frame(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
+    """(prefix, suffix): ``prefix + elements + suffix`` is a file that ``torch.load(weights_only=True)`` reads.
+
+    The prefix is, byte for byte, what torch 2.13 writes; its length is a multiple of 64.
+    """
+    nbytes = math.prod(shape) * itemsize(dtype)
+    prefix, directory = bytearray(), bytearray()
+    records = (
+        ("data.pkl", _tensor_pickle(dtype, shape)),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % ALIGNMENT),
+        ("byteorder", b"little"),
+    )
+    for name, content in records:
+        header, descriptor, entry = _record(name, len(prefix), len(content), zlib.crc32(content))
+        prefix += header + content + descriptor
+        directory += entry
+    header, descriptor, entry = _record("data/0", len(prefix), nbytes, 0)
+    prefix += header
+    directory += entry
+
+    suffix = bytearray(descriptor)
+    at = len(prefix) + nbytes + len(suffix)
+    header, descriptor, entry = _record("version", at, 2, zlib.crc32(b"3\n"))
+    suffix += header + b"3\n" + descriptor
+    directory += entry
+    at = len(prefix) + nbytes + len(suffix)
+    entries = len(records) + 2
+    suffix += directory
+    suffix += END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, entries, entries, len(directory), at)
+    suffix += LOCATOR.pack(b"PK\x06\x07", 0, at + len(directory), 1)
+    suffix += END.pack(b"PK\x05\x06", 0, 0, entries, entries, len(directory), min(at, MAX32), 0)
+    return bytes(prefix), bytes(suffix)
+
+
+def _record(name: str, at: int, nbytes: int, crc: int) -> tuple[bytes, bytes, bytes]:
+    """(local header with padding, data descriptor, directory entry) of a record whose local header lies at ``at``.
+
+    An empty record has no descriptor; from 4 GiB on, sizes and offsets go into zip64 extra fields.
+    """
+    path = f"{_ROOT}/{name}".encode()
+    flags = _UTF8_NAME | (DESCRIPTOR_FOLLOWS if nbytes else 0)
+    large, far = nbytes >= MAX32, at >= MAX32
+    extra = b""
+    if large or far:
+        values = ([nbytes, 0] if large else []) + ([at] if far else [])
+        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
+    padding = -(at + LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
+    extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    header = LOCAL.pack(b"PK\x03\x04", 0, flags, 0, 0, 0, 0, 0, 0, len(path), len(extra)) + path + extra
+
+    descriptor = struct.pack("<4sLQQ" if large or far else "<4sLLL", b"PK\x07\x08", crc, nbytes, nbytes)
+    size = MAX32 if large else nbytes
+    extra = b""
+    if large or far:
+        values = ([nbytes, nbytes] if large else []) + ([at] if far else [])
+        extra = struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values)
+    entry = CENTRAL.pack(
+        *(b"PK\x01\x02", 0, 0, flags, 0, 0, 0, crc, size, size, len(path), len(extra), 0, 0, 0, 0, min(at, MAX32))
+    )
+    return header, descriptor if nbytes else b"", entry + path + extra
+
+
+def _tensor_pickle(dtype: str, shape: Shape) -> bytes:
+    """``data.pkl``, pickle protocol 2, memo numbers as torch's pickler gives them."""
+    memo = 0
+
+    def put() -> bytes:
+        nonlocal memo
+        memo += 1
+        return b"q" + bytes((memo - 1,))
+
+    def pair(sizes: Shape) -> bytes:
+        items = b"".join(map(integer, sizes))
+        if not sizes:
+            return b")"
+        return (items + bytes((0x84 + len(sizes),)) if len(sizes) <= 3 else b"(" + items + b"t") + put()
+
+    def text(value: str) -> bytes:
+        return b"X" + struct.pack("<L", len(value)) + value.encode() + put()
+
+    numel = math.prod(shape)
+    strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+    typed = STORAGE_CLASS.get(dtype)
+    out = b"\x80\x02" + f"ctorch._utils\n_rebuild_tensor_v{2 if typed else 3}\n".encode() + put()
+    out += b"((" + text("storage")
+    out += (f"ctorch\n{typed}\n" if typed else "ctorch.storage\nUntypedStorage\n").encode() + put()
+    out += text("0") + text("cpu") + integer(numel if typed else numel * itemsize(dtype)) + b"t" + put() + b"Q"
+    out += integer(0) + pair(shape) + pair(strides) + b"\x89"
+    out += b"ccollections\nOrderedDict\n" + put() + b")R" + put()
+    if not typed:
+        out += f"ctorch\n{TORCH_NAME[dtype]}\n".encode() + put()
+    out += b"t" + put() + b"R" + put() + b"."
+    return out
