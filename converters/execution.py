@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,31 +77,22 @@ def run(
         reads = stack.enter_context(Files(source, os.O_RDONLY))
         writes = stack.enter_context(Files(target, os.O_RDWR)) if target is not None else None
 
-        def land(index: int, result: Mapping[str, Digest]) -> None:
-            if writes is not None:
-                for name in {extent.file for move in units[index] for copy in move.targets for extent in copy}:
-                    writes.flush(name)
-            with lock:
-                found.update(result)
-                done(index, result)
-
         def work() -> None:
             worker = Worker(reads, writes, block_bytes, digests, stop, advance)
             file: str | None = None
-            landing: Future[None] | None = None
-            with ThreadPoolExecutor(1, thread_name_prefix="qwen3conv-flush") as disk:
-                while not stop.is_set():
-                    with lock:
-                        taken = pending.take(file)
-                    if taken is None:
-                        break
-                    file, index = taken
-                    result = worker.carry(units[index])
-                    if landing is not None:
-                        landing.result()
-                    landing = disk.submit(land, index, result)  # the disk takes a unit while the next one is copied
-                if landing is not None:
-                    landing.result()
+            while True:
+                with lock:
+                    taken = pending.take(file)
+                if taken is None or stop.is_set():
+                    return
+                file, index = taken
+                result = worker.carry(units[index])
+                if writes is not None:
+                    for name in {extent.file for move in units[index] for copy in move.targets for extent in copy}:
+                        writes.flush(name)
+                with lock:
+                    found.update(result)
+                    done(index, result)
 
         with ThreadPoolExecutor(workers, thread_name_prefix="qwen3conv") as pool:
             futures = [pool.submit(work) for _ in range(workers)]

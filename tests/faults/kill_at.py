@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,10 @@ from qwen3conv.converters.policies import Choices
 from qwen3conv.converters.stores import staging
 
 _CHANGES = (
-    *("pwrite", "write", "ftruncate", "fdatasync", "fsync"),
+    *("pwrite", "write", "copy_file_range", "ftruncate", "fdatasync", "fsync"),
     *("mkdir", "unlink", "rmdir", "rename", "replace", "link", "symlink"),
 )
-_WRITES = ("pwrite", "write")
+_WRITES = ("pwrite", "write", "copy_file_range")
 _FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -187,7 +188,7 @@ def type_command(job: Job, source: Path, target: Path, ready: Callable[[], None]
 
 def arm(at: int, report: int, *, torn: bool, number: int) -> None:
     """Have this process send itself a signal at its ``at``-th change to the disk, and ``report`` the call's name."""
-    real_write, real_pwrite = os.write, os.pwrite
+    real_write, real_pwrite, real_copy = os.write, os.pwrite, getattr(os, "copy_file_range", None)
 
     def act(count: int, name: str, args: tuple[Any, ...]) -> None:
         if at and count != at:
@@ -196,6 +197,9 @@ def arm(at: int, report: int, *, torn: bool, number: int) -> None:
             real_pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], args[2])
         elif torn and name == "write":
             real_write(args[0], memoryview(args[1])[: len(args[1]) // 2])
+        elif torn and real_copy and name == "copy_file_range":
+            source, written, size, *offsets = args
+            real_copy(source, written, size // 2, *offsets)
         real_write(report, f"{name}\n".encode())
         if at:
             os.kill(os.getpid(), number)
@@ -217,7 +221,7 @@ def watch_changes(act: Act, patch: Callable[[Any, str, Any], None]) -> None:
 
         patch(module, name, call)
 
-    for name in _CHANGES:
+    for name in filter(partial(hasattr, os), _CHANGES):
         watch(os, name)
     watch(os, "open", lambda path, flags, *rest, **named: bool(flags & _FOR_WRITING))
     opened = io.open
