@@ -50,7 +50,7 @@ def parse_json_object(text: bytes, where: str) -> dict[str, object]:
         raise SourceError(f"{where}: more than {LARGEST_FILE} bytes of JSON")
     try:
         value = json.loads(
-            text.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_not_a_number
+            text.decode("utf-8"), object_pairs_hook=unique_keys, parse_float=_finite, parse_constant=_not_a_number
         )
     except UnicodeDecodeError as error:
         raise SourceError(f"{where}: not UTF-8 text at byte {error.start}") from None
@@ -63,6 +63,18 @@ def parse_json_object(text: bytes, where: str) -> dict[str, object]:
     if _depth(value) > DEEPEST:
         raise SourceError(f"{where}: nested more than {DEEPEST} levels deep")
     return value
+
+
+def unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """An ``object_pairs_hook`` that raises ``ValueError`` for a key that is there twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key!a:.80} is there twice in one object")
+            seen.add(key)
+    return found
 
 
 def render_json(value: Mapping[str, object], like: bytes = b"") -> bytes:
@@ -79,17 +91,6 @@ def render_json(value: Mapping[str, object], like: bytes = b"") -> bytes:
         return json.dumps(value, indent=indent, ensure_ascii=like.isascii(), allow_nan=False).encode() + end
     except UnicodeEncodeError:  # a lone surrogate: it can only be escaped, as it was in ``like``
         return json.dumps(value, indent=indent, allow_nan=False).encode() + end
-
-
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"key {key!a:.80} is there twice in one object")
-            seen.add(key)
-    return found
 
 
 def _finite(text: str) -> float:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeGuard
 
 from ..boxes import Shape
+from ..config_json import unique_keys
 from ..dtypes import ITEMSIZE
 from ..errors import SourceError, enumerate_problems, few, short
 
@@ -99,7 +100,7 @@ def parse_object(raw: bytes | str) -> dict[str, object]:
     """The JSON object in ``raw``; ``ValueError`` for anything else, for a repeated key, for text that is not UTF-8."""
     try:
         text = raw if isinstance(raw, str) else raw.decode()
-        document = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_refuse_constant)
+        document = json.loads(text, object_pairs_hook=_text_keys, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("nested too deeply") from None
     if not isinstance(document, dict):
@@ -129,14 +130,8 @@ def is_text(name: str) -> bool:
     return name.isascii() or not any("\ud800" <= char <= "\udfff" for char in name)
 
 
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ValueError(f"the key {key!r} occurs twice")
-            seen.add(key)
+def _text_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    result = unique_keys(pairs)
     for key in result:
         if not is_text(key):
             raise ValueError(f"the key {key!r} is not text")

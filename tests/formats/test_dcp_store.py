@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import pickle
 import shutil
 import subprocess
@@ -23,36 +22,18 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
 
 from qwen3conv.converters.boxes import Box, StoredTensor, TensorSpec
-from qwen3conv.converters.dtypes import FROM_TORCH_NAME, ITEMSIZE, TORCH_NAME
+from qwen3conv.converters.dtypes import FROM_TORCH_NAME, TORCH_NAME
 from qwen3conv.converters.errors import MappingError, SourceError
 from qwen3conv.converters.stores.contents import Arrangement, Contents
 from qwen3conv.converters.stores.dcp import UNLOCATED, read_dcp
 from qwen3conv.converters.stores.dcp_metadata import Placed, TensorStorageMetadata, metadata_bytes, read_metadata
 from qwen3conv.converters.stores.dcp_values import read_blob, read_simple_blob
 from qwen3conv.converters.stores.dcp_writing import arrange_chunks, arrange_dcp
+from tests.stored import distinct, raw_bytes, spec_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:Detected an existing")
 
 ROOT = Path(__file__).parents[2]
-
-
-def distinct(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Tensors whose bytes differ from each other's, so that a swap cannot pass."""
-    tensors = {}
-    for seed, (name, (dtype, shape)) in enumerate(shapes.items()):
-        count = math.prod(shape) * ITEMSIZE[dtype]
-        generator = torch.Generator().manual_seed(seed)
-        raw = torch.randint(0, 2 if dtype == "BOOL" else 256, (count,), dtype=torch.uint8, generator=generator)
-        tensors[name] = raw.view(getattr(torch, TORCH_NAME[dtype])).reshape(shape)
-    return tensors
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, FROM_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
 
 def slices(box: Box) -> tuple[slice, ...]:

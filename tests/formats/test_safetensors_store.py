@@ -19,33 +19,15 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from qwen3conv.converters.boxes import TensorSpec
-from qwen3conv.converters.dtypes import FROM_TORCH_NAME, ITEMSIZE, TORCH_NAME
+from qwen3conv.converters.dtypes import ITEMSIZE
 from qwen3conv.converters.errors import DestinationError, MappingError, SourceError
 from qwen3conv.converters.stores import safetensors as store
 from qwen3conv.converters.stores import safetensors_writing as writing
 from qwen3conv.converters.stores.contents import Arrangement, Contents
 from qwen3conv.converters.stores.safetensors_header import read_header
+from tests.stored import distinct, raw_bytes, spec_of
 
 PT = {"format": "pt"}
-
-
-def distinct(specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Tensor]:
-    """Tensors whose bytes differ from each other's, so that a swap cannot pass."""
-    tensors = {}
-    for seed, (name, (dtype, shape)) in enumerate(specs.items()):
-        generator = torch.Generator().manual_seed(seed)
-        count = int(torch.Size(shape).numel()) * ITEMSIZE[dtype]
-        raw = torch.randint(0, 2 if dtype == "BOOL" else 256, (count,), dtype=torch.uint8, generator=generator)
-        tensors[name] = raw.view(getattr(torch, TORCH_NAME[dtype])).reshape(shape)
-    return tensors
-
-
-def raw_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    return TensorSpec(name, FROM_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")], tuple(tensor.shape))
 
 
 def fill(arrangement: Arrangement, tensors: Mapping[str, Tensor], folder: Path) -> None:
