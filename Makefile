@@ -67,7 +67,11 @@ format: $(INSTALLED)  ## let ruff mend what it can
 test: lint test-torch-free  ## everything that must pass before a change lands
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'not slow' $(ARGS)
 
-test-slow: $(INSTALLED)  ## the tests that `make test` leaves out
+# An older release, beside the one that is installed, for the tests that go from one to the other.
+.titan-0.2.2: $(INSTALLED)
+	$(PY) $(PIP_INSTALL) --no-deps --target $@ torchtitan==0.2.2
+
+test-slow: $(INSTALLED) .titan-0.2.2  ## the tests that `make test` leaves out
 	$(PYTEST) -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 test-torch-free: $(TORCH_FREE)  ## the torch-free tests on other Pythons, without torch
@@ -110,4 +114,4 @@ clean:  ## remove what was built and cached
 	find $(ROOMS) src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and the environments
-	rm -rf $(VENV) $(OTHER_PYTHONS:%=.venv-%)
+	rm -rf $(VENV) $(OTHER_PYTHONS:%=.venv-%) .titan-0.2.2

@@ -21,14 +21,11 @@ from .placement import ONE_RANK
 from .planning import Table
 from .policies import Choices, Policy, Settled
 from .reading import read_whole
+from .release_state import LOADER, SCHEDULER, WHOLE_SCHEDULER, newer_loader, older_loader, older_scheduler, same_value
 from .state_tables import STATE, Column, owners, plain_table, state_table, uncut
 from .stores.contents import PathTuple
 from .stores.dcp_values import read_blobs
 from .training_state import Item, TrainingState, optimizer_bindings, read_training_state
-
-_SCHEDULER = "lr_scheduler."
-_WHOLE_SCHEDULER = (f"{_SCHEDULER}base_lrs", f"{_SCHEDULER}_step_count")
-"""Keys of ``LambdaLR.state_dict()``, which 0.2 saves whole; 0.3.0 saves and reads ``last_epoch`` alone."""
 
 _BY_RELEASE_0_2 = ("T1", "T2")
 
@@ -90,9 +87,16 @@ def carry_training_state(settled: Settled, target: Layout, choices: Choices, dec
     else:
         decided.append(Policy("no-optimizer", "there is no optimizer state to carry", warning=True))
     content = read_blobs(settled.checkpoint.path, {r.stored: contents.blobs[r.stored] for r in blobs.values()})
-    _say_scheduler(target, blobs, decided)
+    made = _carry_scheduler(target, state, content, decided)
+    moved = _carry_loader(target, content, decided)
+    content |= moved | {name: data for name, data in made.items() if data is not None}
+    for name, data in made.items():
+        if data is None:
+            del blobs[name]
+        else:
+            blobs[name] = Renamed(name)
     if specs or state.tensors or blobs:
-        decided.append(_summary(state, len(specs), len(blobs)))
+        decided.append(_summary(state, len(specs), len(blobs), moved))
     paths = {name: path for name, r in {**tensors, **blobs}.items() if (path := _path(name, r, contents.paths))}
     return Carried(
         (*specs, *(tensor.spec for tensor in state.tensors)),
@@ -198,7 +202,7 @@ def _unequal_tensors(state: TrainingState, column: Column, items: Sequence[Item]
 
 def _path(name: str, renamed: Renamed, paths: Mapping[str, PathTuple]) -> PathTuple | None:
     """Place of ``name`` in the nested state dict: that of its source, with the FQN in it renamed."""
-    old = paths.get(renamed.stored, (renamed.stored,))
+    old = paths.get(renamed.stored) or tuple(name.split(".", 1) if name.startswith(SCHEDULER) else [renamed.stored])
     keys = tuple(key.replace(renamed.old, renamed.new) if renamed.old and isinstance(key, str) else key for key in old)
     if ".".join(map(str, keys)) != name:  # as where names went through a wrapper
         top, _, rest = name.partition(".")
@@ -206,10 +210,30 @@ def _path(name: str, renamed: Renamed, paths: Mapping[str, PathTuple]) -> PathTu
     return keys if len(keys) > 1 else None
 
 
-def _say_scheduler(target: Layout, names: Iterable[str], decided: list[Policy]) -> None:
-    """Warn where the older torchtitan asks for more of the scheduler than the newer one saved."""
-    held = {name for name in names if name.startswith(_SCHEDULER)}
-    if held and target.schema in _BY_RELEASE_0_2 and not held.intersection(_WHOLE_SCHEDULER):
+def _carry_scheduler(
+    target: Layout, state: TrainingState, content: Mapping[str, bytes], decided: list[Policy]
+) -> dict[str, bytes | None]:
+    """Entries that 0.2 has and 0.3 has not, made for the one, left out (``None``) for the other if they can be made."""
+    held = {name for name in content if name.startswith(SCHEDULER)}
+    last = f"{SCHEDULER}last_epoch"
+    made: dict[str, bytes] = {}
+    if last in held:
+        groups = (state.columns.get(Column("param_groups", key), {}).values() for key in ("initial_lr", "lr"))
+        rates = ([content[item.stored] for item in items if item.stored in content] for items in groups)
+        made = older_scheduler(content[last], *rates)
+    if target.schema == "T7" and held == {last, *made} and all(same_value(made[name], content[name]) for name in made):
+        if made:
+            summary = (
+                "torchtitan 0.3 saves of the scheduler the step alone; what 0.2 saves beside it follows and is left out"
+            )
+            decided.append(Policy("scheduler", summary, {"left_out": sorted(made)}))
+        return dict.fromkeys(made)
+    if not held or target.schema not in _BY_RELEASE_0_2 or held.intersection(WHOLE_SCHEDULER):
+        return {}
+    if made:
+        summary = "the scheduler's whole state, which torchtitan 0.2 asks for, is made of its step and the rates"
+        decided.append(Policy("scheduler", summary, {"made": sorted(made)}))
+    else:
         decided.append(
             Policy(
                 "scheduler",
@@ -218,13 +242,34 @@ def _say_scheduler(target: Layout, names: Iterable[str], decided: list[Policy]) 
                 warning=True,
             )
         )
+    return dict(made)
 
 
-def _summary(state: TrainingState, tensors: int, values: int) -> Policy:
+def _carry_loader(target: Layout, content: Mapping[str, bytes], decided: list[Policy]) -> dict[str, bytes]:
+    """The ranks' places in the text in the form of the release that the target's schema is of, where they had another.
+
+    When between T2 and T7 the form changed, no release says.
+    """
+    change = {"T1": older_loader, "T2": older_loader, "T7": newer_loader}.get(target.schema or "")
+    if change is None:
+        return {}
+    places = {name: data for name, data in content.items() if name.startswith(LOADER)}
+    moved = {name: found for name, data in places.items() if (found := change(data)) is not None}
+    if moved:
+        release, keeps = ("0.3", "inputs, labels and positions") if change is newer_loader else ("0.2", "one stream")
+        summary = (
+            f"the place in the text of {len(moved)} ranks goes on in torchtitan {release}'s form: samples read as they "
+            f"are, tokens left over as {keeps}"
+        )
+        decided.append(Policy("dataloader", summary, {"ranks": len(moved), "release": release}))
+    return moved
+
+
+def _summary(state: TrainingState, tensors: int, values: int, changed: Iterable[str]) -> Policy:
     tensors += len(state.tensors)
     kinds = sorted({str(column) for column in state.columns if column.section == STATE})
     optimizer = f"optimizer state ({', '.join(kinds)})" if kinds else "no optimizer state"
-    groups = sorted({name.partition(".")[0] for name in state.blobs})
+    groups = sorted({name.partition(".")[0] for name in state.blobs} - {name.partition(".")[0] for name in changed})
     beside = f"; {', '.join(groups)} byte for byte" if groups else ""
     counts = {"tensors": tensors, "values": values, "kinds": kinds, "groups": groups}
     return Policy("training-state", f"{optimizer} in {tensors} tensors and {values} values{beside}", counts)

@@ -230,6 +230,25 @@ def sample_texts(count: int, *, seed: int = 0) -> Iterator[str]:
         yield " ".join(sentences)
 
 
+def even_texts(model: Path, tokens: int, count: int) -> list[str]:
+    """Texts that the tokenizer of ``model`` makes ``tokens`` of each."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    found: list[str] = []
+    for text in sample_texts(100 * count, seed=1):
+        if len(found) == count:
+            return found
+        words: list[str] = []
+        for word in (text.replace(".", "") + " ").split(" ") * 4:
+            words.append(word)
+            if len(tokenizer.encode(" ".join(words)).ids) >= tokens:
+                break
+        if len(tokenizer.encode(" ".join(words)).ids) == tokens:
+            found.append(" ".join(words))
+    raise ValueError(f"{len(found)} texts of {tokens} tokens found")
+
+
 VARIANTS: dict[str, Callable[[Path], object]] = {
     "dense": lambda folder: make_dense(folder),
     "dense-tied": lambda folder: make_dense(folder, tied=True),

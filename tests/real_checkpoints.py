@@ -107,6 +107,16 @@ ADAMW: dict[str, object] = {
     **dict.fromkeys(("amsgrad", "maximize", "foreach", "capturable", "differentiable"), False),
     **dict.fromkeys(("fused", "decoupled_weight_decay"), True),
 }
+
+WHOLE_SCHEDULER: dict[str, object] = {
+    "base_lrs": [1e-3],
+    "last_epoch": 7,
+    "_step_count": 8,
+    "_is_initial": False,
+    "_get_lr_called_within_step": False,
+    "_last_lr": [1e-3],
+}
+"""What torchtitan 0.2.2 saves of its scheduler."""
 """The settings that torchtitan 0.3.0 stores once per parameter."""
 
 
@@ -148,7 +158,7 @@ def titan_training_state(
     return {
         **model,
         "optimizer": optimizer,
-        "lr_scheduler": {"last_epoch": 7},
+        "lr_scheduler": dict(WHOLE_SCHEDULER) if schema in ("T1", "T2") else {"last_epoch": 7},
         "train_state": {"step": 7, "ntokens_seen": 7 * 512},
         "dataloader": {"dp_rank_0": b"opaque", "world_size": 1},
     }

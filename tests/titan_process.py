@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.models import sample_texts
+from tests.models import even_texts, sample_texts
 from tests.real_checkpoints import expert_biases, experts_of, read_model, save_dcp, save_truth
 
 
@@ -153,7 +153,7 @@ def build_trainer(rank: int, job: Mapping[str, Any], rendezvous: str, **checkpoi
     source, base = Path(job["source"]), Path(job["base"])
     config = json.loads((source / "config.json").read_text())
     titan = titan_model_config(config, fuse_qkv=job["fuse_qkv"], load_balance=job["load_balance"])
-    texts = list(sample_texts(200))
+    texts = even_texts(source, 64, 50) if job.get("even") else list(sample_texts(200))
     text_datasets.DATASETS["c4_test"] = DatasetConfig(
         path="-",
         loader=lambda path: Dataset.from_list([{"text": t} for t in texts]),

@@ -52,6 +52,19 @@ def resume_all(base: Path, sources: Mapping[str, Path], jobs: Sequence[Resume]) 
     launch("tests.titan_resume", base / "jobs.json", spec)
 
 
+def go_on(base: Path, starts: Mapping[str, Sequence[Path]]) -> None:
+    """Runs of torchtitan 0.3.0 by name: of an HF folder each, and from a checkpoint of step ``SAVED`` if one is given.
+
+    The text is ``even_texts``, of which older releases make the same batches.
+    """
+    base.mkdir()
+    spec = [
+        {"name": name, "run": "", "source": str(source), "start": [*map(str, start)], "fuse_qkv": True, "even": True}
+        for name, (source, *start) in starts.items()
+    ]
+    launch("tests.titan_resume", base / "jobs.json", spec)
+
+
 def step_folder(base: Path, name: str, step: int) -> Path:
     """A run's checkpoint."""
     return base / name / "run" / "checkpoint" / f"step-{step}"
@@ -120,17 +133,20 @@ def main(spec: Path) -> None:
     fork = torch.multiprocessing.start_processes
     ports = free_ports()
     jobs = json.loads(spec.read_text())
-    common = {"ranks": 1, "tensor": 1, "expert": 1, "load_balance": True, "steps": STEPS}
-    for job in {job["run"]: job for job in jobs}.values():
+    common = {"ranks": 1, "tensor": 1, "expert": 1, "steps": STEPS}
+    for job in {job["run"]: job for job in jobs if job["run"]}.values():
         base = spec.parent / job["run"]
         base.mkdir()
-        run = {**job, **common, "base": str(base), "change": ""}
+        run = {**job, **common, "load_balance": True, "base": str(base), "change": ""}
         fork(_train, (run, next(ports)), nprocs=1, start_method="fork")
     for job in jobs:
         base = spec.parent / job["name"]
         base.mkdir()
-        job |= {**common, "base": str(base)}
-        fork(_upgrade, (job, step_folder(spec.parent, job["run"], SAVED)), nprocs=1, start_method="fork")
+        job |= {**common, "load_balance": bool(job["run"]), "base": str(base)}
+        if job["run"]:
+            fork(_upgrade, (job, step_folder(spec.parent, job["run"], SAVED)), nprocs=1, start_method="fork")
+        elif job["start"]:
+            shutil.copytree(job["start"][0], step_folder(spec.parent, job["name"], SAVED))
         fork(_train, (job, next(ports)), nprocs=1, start_method="fork")
 
 

@@ -76,12 +76,23 @@ def read_simple_blob(folder: Path, fqn: str) -> object:
 
     A tensor of one element becomes a number, an ``OrderedDict`` a dict. Nothing else is built: ``SourceError``.
     """
-    data = read_blob(folder, fqn)
-    where = f"{folder}: {fqn!r}"
+    return simple_value(read_blob(folder, fqn), f"{folder}: {fqn!r}")
+
+
+def simple_value(data: bytes, where: str) -> object:
+    """The value in a ``torch.save`` archive, as ``read_simple_blob`` gives it; ``where`` is for errors."""
     archive = torch_zip.Archive(lambda at, size: data[at : at + size], 0, len(data), where)
     value = load(archive.content("data.pkl", MAX_BLOB), _SIMPLE, where, torch_zip.storage_ref)
     try:
         return _plain(value, archive, [_MAX_VALUES])
+    except Unfit as reason:
+        raise SourceError(f"{where}: {reason}") from None
+
+
+def unpickled(data: bytes, where: str) -> object:
+    """The numbers, strings, bytes, ``None``, lists, tuples and dicts in a bare pickle; ``SourceError`` for others."""
+    try:
+        return _plain(load(data, {}, where), None, [_MAX_VALUES])
     except Unfit as reason:
         raise SourceError(f"{where}: {reason}") from None
 
@@ -92,7 +103,7 @@ _STRUCT_CODE = {"BOOL": "?", "U8": "B", "I8": "b", "I16": "h", "U16": "H", "F16"
 _STRUCT_CODE |= {"F32": "f", "I64": "q", "U64": "Q", "F64": "d"}
 
 
-def _plain(value: object, archive: torch_zip.Archive, left: list[int], depth: int = 0) -> object:
+def _plain(value: object, archive: torch_zip.Archive | None, left: list[int], depth: int = 0) -> object:
     """``value`` with one-element tensors replaced by numbers. A pickle can nest shared parts: both are bounded."""
     left[0] -= 1
     if left[0] < 0 or depth > _MAX_DEPTH:
@@ -104,7 +115,7 @@ def _plain(value: object, archive: torch_zip.Archive, left: list[int], depth: in
         return items if type(value) is list else tuple(items)
     if type(value) is dict:
         return {key: _plain(item, archive, left, depth + 1) for key, item in value.items()}
-    if type(value) is torch_zip.TensorRef and math.prod(value.shape) == 1:
+    if type(value) is torch_zip.TensorRef and archive is not None and math.prod(value.shape) == 1:
         width = itemsize(value.dtype)
         record = archive.locate(f"data/{value.storage.key}")
         raw = archive.bytes_at(record + value.offset * width, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import struct
 import zlib
 from functools import lru_cache
@@ -23,33 +24,45 @@ def frame(dtype: str, shape: Shape) -> tuple[bytes, bytes]:
     The prefix is, byte for byte, what torch 2.13 writes; its length is a multiple of 64.
     """
     nbytes = math.prod(shape) * itemsize(dtype)
-    prefix, directory = bytearray(), bytearray()
-    records = (
-        ("data.pkl", _tensor_pickle(dtype, shape)),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % ALIGNMENT),
-        ("byteorder", b"little"),
-    )
-    for name, content in records:
-        header, descriptor, entry = _record(name, len(prefix), len(content), zlib.crc32(content))
-        prefix += header + content + descriptor
-        directory += entry
+    prefix, directory = _beginning(_tensor_pickle(dtype, shape))
     header, descriptor, entry = _record("data/0", len(prefix), nbytes, 0)
     prefix += header
     directory += entry
+    suffix = descriptor + _ending(len(prefix) + nbytes + len(descriptor), directory, 6)
+    return bytes(prefix), suffix
 
-    suffix = bytearray(descriptor)
-    at = len(prefix) + nbytes + len(suffix)
+
+def value_archive(value: object) -> bytes:
+    """The archive of numbers, strings, bytes, lists, tuples and dicts, as torch pickles them."""
+    content, directory = _beginning(pickle.dumps(value, protocol=2))
+    return bytes(content) + _ending(len(content), directory, 5)
+
+
+def _beginning(data: bytes) -> tuple[bytearray, bytearray]:
+    """The first four records of an archive, and their directory entries."""
+    content, directory = bytearray(), bytearray()
+    for name, record in (
+        ("data.pkl", data),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % ALIGNMENT),
+        ("byteorder", b"little"),
+    ):
+        header, descriptor, entry = _record(name, len(content), len(record), zlib.crc32(record))
+        content += header + record + descriptor
+        directory += entry
+    return content, directory
+
+
+def _ending(at: int, directory: bytearray, entries: int) -> bytes:
+    """The last record of an archive, which begins ``at`` there, and the directory of ``entries`` with it."""
     header, descriptor, entry = _record("version", at, 2, zlib.crc32(b"3\n"))
-    suffix += header + b"3\n" + descriptor
-    directory += entry
-    at = len(prefix) + nbytes + len(suffix)
-    entries = len(records) + 2
-    suffix += directory
-    suffix += END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, entries, entries, len(directory), at)
-    suffix += LOCATOR.pack(b"PK\x06\x07", 0, at + len(directory), 1)
-    suffix += END.pack(b"PK\x05\x06", 0, 0, entries, entries, len(directory), min(at, MAX32), 0)
-    return bytes(prefix), bytes(suffix)
+    record = header + b"3\n" + descriptor
+    whole = bytes(directory) + entry
+    at += len(record)
+    end64 = END64.pack(b"PK\x06\x06", 44, 0x031E, 45, 0, 0, entries, entries, len(whole), at)
+    locator = LOCATOR.pack(b"PK\x06\x07", 0, at + len(whole), 1)
+    end = END.pack(b"PK\x05\x06", 0, 0, entries, entries, len(whole), min(at, MAX32), 0)
+    return record + whole + end64 + locator + end
 
 
 def _record(name: str, at: int, nbytes: int, crc: int) -> tuple[bytes, bytes, bytes]:

@@ -8,6 +8,7 @@ uninterrupted one, bit for bit (torch 2.13.0, CPU).
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,6 +38,7 @@ from tests.older_titan import load_nested, save_older
 from tests.real_checkpoints import (
     FUSING_SCHEMAS,
     SCHEMAS,
+    WHOLE_SCHEDULER,
     State,
     read_model,
     save_dcp,
@@ -128,14 +130,28 @@ def test_it_goes_down_and_comes_back_byte_for_byte(
     assert_same_bytes(room / "back", room / "new")
 
 
-def assert_same_bytes(folder: Path, other: Path) -> None:
-    """Names and places, tensors bit for bit, everything else byte for byte as it is stored."""
+def assert_same_bytes(folder: Path, other: Path, *, loaders: bool = True) -> None:
+    """Names and places, tensors bit for bit, everything else byte for byte as it is stored.
+
+    Without ``loaders`` the place in the text is compared as far as torchtitan 0.2 can save it.
+    """
     ours, theirs = read_dcp(folder), read_dcp(other)
     assert ours.paths == theirs.paths
     assert set(ours.blobs) == set(theirs.blobs)
     stored, expected = archives(folder, ours.blobs), archives(other, theirs.blobs)
-    assert [name for name in expected if stored[name] != expected[name]] == []
+    different = {name for name in expected if stored[name] != expected[name]}
+    if not loaders:
+        places = {name for name in different if name.startswith("dataloader.dp_rank_")}
+        assert [name for name in places if tokens_left(folder, name) != tokens_left(other, name)] == []
+        different -= places
+    assert different == set()
     assert differing(load_dcp(folder), load_dcp(other)) == []
+
+
+def tokens_left(folder: Path, name: str) -> tuple[object, ...]:
+    """Of a rank's loader: samples read, and the tokens of which the next sequences are made."""
+    state = pickle.loads(load_nested(folder)["dataloader"][name.removeprefix("dataloader.")])["dataset_state"]
+    return state["sample_idx"], state["inputs_buffer"], state["labels_buffer"]
 
 
 def archives(folder: Path, blobs: Mapping[str, Blob]) -> dict[str, bytes]:
@@ -261,15 +277,18 @@ def test_a_run_without_load_balancing_gets_no_bias(source: Source, room: Path) -
     assert_same_state(load_nested(room / "new"), states[1])
 
 
-def test_a_whole_scheduler_goes_up_as_it_is_and_one_that_is_not_is_announced(source: Source, room: Path) -> None:
+def test_a_scheduler_that_does_not_follow_goes_up_as_it_is_and_one_that_cannot_be_made_is_announced(
+    source: Source, room: Path
+) -> None:
     old, new = state_of("dense", "T2", False, source), state_of("dense", "T7", True, source)
-    whole = {"base_lrs": [1e-3], "last_epoch": 7, "_step_count": 8, "_last_lr": [5e-4], "lr_lambdas": [None]}
+    whole = {**WHOLE_SCHEDULER, "_last_lr": [5e-4]}  # which is not the rate that the optimizer has
     save_dcp({**old, "lr_scheduler": whole}, room / "old")
     upgrade(room / "old", room / "new")
     assert_same_state(load_nested(room / "new"), {**new, "lr_scheduler": whole})
     back = upgrade(room / "new", room / "back", titan_schema="0.2")
     assert "scheduler" not in policies(back)
-    save_dcp(new, room / "modern")
+    name = "param_groups.norm.weight.initial_lr"
+    save_dcp({**new, "optimizer": {**new["optimizer"], name: 2e-3}}, room / "modern")
     down = prepare(room / "modern", room / "down", "titan", Choices(optimizer="default", titan_schema="0.2"))
     (said,) = [policy for policy in down.policies if policy.name == "scheduler"]
     assert said.warning
@@ -599,7 +618,7 @@ def test_what_torchtitan_saved_goes_down_and_back_byte_for_byte(
     saved = step_folder(resumed, run, SAVED)
     upgrade(saved, room / "old", titan_schema=schema)
     upgrade(room / "old", room / "back", optimizer="separate" if "apart" in run else "default")
-    assert_same_bytes(room / "back", saved)
+    assert_same_bytes(room / "back", saved, loaders=schema != "T2")
 
 
 @pytest.mark.parametrize(("schema", "fused"), [("T2", False), ("T4", True), ("T5", False)])
@@ -614,6 +633,8 @@ def test_a_renamed_run_of_torchtitan_is_what_we_write_for_that_schema(
     if schema == "T2":
         assert found["lr_scheduler"].items() <= expected["lr_scheduler"].items()
         expected["lr_scheduler"] = found["lr_scheduler"]
+        for state in (found, expected):  # the text that is left over, see test_release_state
+            del state["dataloader"]["dp_rank_0"]
     assert_same_state(found, expected)
 
 
@@ -625,7 +646,7 @@ def test_what_four_ranks_saved_goes_down_and_back(
     assert max(len(tensor.chunks) for tensor in read_dcp(saved).tensors.values()) == 4
     upgrade(saved, room / "old", titan_schema="T3-fused" if "moe" in name else "0.2")
     upgrade(room / "old", room / "back")
-    assert_same_bytes(room / "back", saved)
+    assert_same_bytes(room / "back", saved, loaders="moe" in name)
 
 
 # --- command ----------------------------------------------------------------------------------------------------------
