@@ -94,8 +94,9 @@ def run(
                     found.update(result)
                     done(index, result)
 
-        with ThreadPoolExecutor(workers, thread_name_prefix="qwen3conv") as pool:
-            futures = [pool.submit(work) for _ in range(workers)]
+        count = max(1, min(workers, len(units)))
+        with ThreadPoolExecutor(count, thread_name_prefix="qwen3conv") as pool:
+            futures = [pool.submit(work) for _ in range(count)]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:

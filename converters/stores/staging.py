@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -211,8 +211,9 @@ class Stage:
             raise DestinationError(f"{error.filename or self.path} cannot be written: {error.strerror}") from error
         self._spare = True
         self._take_the_name()
-        flush_folder(self.destination.parent)
-        self._remove()
+        with whole(self.destination):
+            flush_folder(self.destination.parent)
+            self._remove()
 
     def _seal(self, file: OutputFile) -> None:
         descriptor = os.open(self.path / file.name, os.O_RDWR | os.O_CLOEXEC)
@@ -329,6 +330,15 @@ class Stage:
         with contextlib.suppress(OSError):
             (self.folder / JOURNAL).unlink()
             self.folder.rmdir()
+
+
+@contextlib.contextmanager
+def whole(destination: Path) -> Iterator[None]:
+    """Have an interrupt say that the output is there."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted when {destination} was whole already") from None
 
 
 def write_flushed(path: Path, content: bytes) -> None:

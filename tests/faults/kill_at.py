@@ -182,7 +182,12 @@ def type_command(job: Job, source: Path, target: Path, ready: Callable[[], None]
     except SystemExit as error:
         sys.stderr.flush()
         lines = said.read_text().splitlines()
-        told = lines[-1:] == ["Error: interrupted; run again with --resume"] and "Traceback" not in said.read_text()
+        words = (
+            f" when {target} was whole already"
+            if target.exists() and not job.overwrite
+            else "; run again with --resume"
+        )
+        told = lines[-1:] == [f"Error: interrupted{words}"] and "Traceback" not in said.read_text()
         os._exit(error.code if told or error.code == 0 else 1)  # type: ignore[arg-type]
 
 

@@ -82,7 +82,7 @@ def run_conversion(
     """
     from qwen3conv import __version__
     from qwen3conv.converters.conversion import carry_out, prepare
-    from qwen3conv.converters.stores.staging import check_destination
+    from qwen3conv.converters.stores.staging import check_destination, whole
     from qwen3conv.tools.hub import resolve_adapter, resolve_like, resolve_source
 
     options.check(to)
@@ -120,7 +120,8 @@ def run_conversion(
             advance=advance,
             tool=f"qwen3conv {__version__}",
         )
-    _show_result(conversion, manifest, time.monotonic() - begun, options)
+    with whole(destination):
+        _show_result(conversion, manifest, time.monotonic() - begun, options)
 
 
 def _check_direction(folder: Path, source: str, destination: Path, refuses: str) -> None:

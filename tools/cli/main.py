@@ -64,8 +64,8 @@ class Main(click.Group):
             return super().invoke(ctx)
         except (click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError):
             raise
-        except KeyboardInterrupt:
-            raise Interrupted(self._interrupted(ctx)) from None
+        except KeyboardInterrupt as stop:
+            raise Interrupted(str(stop) or self._interrupted(ctx)) from None
         except Exception as error:
             if ctx.meta.get(DEBUG):
                 click.echo(printable(traceback.format_exc()), err=True, nl=False)
