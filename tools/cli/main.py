@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -100,7 +101,15 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(OSError, ValueError):
                 stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no failure
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _stop)
     cli.main(args=None if arguments is None else list(arguments), prog_name=NAME)
+
+
+def _stop(number: int, frame: object) -> NoReturn:
+    """Stop in order at the first Ctrl-C. Another one ends the process there and then, without a traceback."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    raise KeyboardInterrupt
 
 
 def _message(error: Exception) -> str:
