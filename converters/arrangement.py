@@ -22,6 +22,8 @@ from .policies import Choices, Policy, Settled, output_dtype
 from .rank_index import chunk_owners, index_json
 from .stores.contents import Arrangement
 from .stores.dcp_writing import arrange_chunks, arrange_dcp
+from .stores.nxd_bindings import made_heads, nxd_bindings, nxd_stages
+from .stores.nxd_writing import arrange_nxd, arrange_presharded, written_mesh
 from .stores.ranks import arrange_ranks, arrange_vllm
 from .stores.safetensors import INDEX, SINGLE
 from .stores.safetensors_header import read_header
@@ -136,14 +138,23 @@ def arrange(
 
 
 def ranked(
-    whole: Sequence[Binding], layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool
+    whole: Sequence[Binding], target: Format, layout: Layout, geometry: Geometry, choices: Choices, *, tied: bool
 ) -> list[list[Binding]]:
     """What each rank holds of the tensors in ``whole``."""
     names = {binding.name for binding in whole}
-    return [
-        [binding for binding in rank_bindings(layout, geometry, mesh, rank, tied=tied) if binding.name in names]
-        for rank in range(mesh.ranks)
-    ]
+    if not target.store.startswith("nxd"):
+        return [
+            [b for b in rank_bindings(layout, geometry, choices.mesh, rank, tied=tied) if b.name in names]
+            for rank in range(choices.mesh.ranks)
+        ]
+    mesh = written_mesh(choices.mesh)
+    heads = made_heads(geometry, mesh.tp, "interleaved" if target.store == "nxd-inference" else choices.kv_heads)
+    held: list[list[Binding]] = [[] for _ in range(mesh.ranks)]
+    for binding in nxd_bindings(layout, geometry, heads, mesh, nxd_stages(geometry, mesh.pp), tied=tied):
+        rank, _, fqn = binding.name.partition("/")
+        if fqn in names:
+            held[int(rank)].append(binding._replace(name=fqn))
+    return held
 
 
 def arrange_by_rank(
@@ -153,8 +164,9 @@ def arrange_by_rank(
     target: Format,
     layout: Layout,
     mesh: Mesh,
+    layers: int,
 ) -> Arrangement:
-    """One safetensors file per rank with its local tensors; for our own format, the index too.
+    """One file per rank with its local tensors; for our own format, the index too.
 
     Raises:
         PolicyError: the index would be longer than is read.
@@ -163,6 +175,10 @@ def arrange_by_rank(
     files = [[TensorSpec(b.name, dtypes[b.name], b.shape) for b in bindings] for bindings in held]
     if target.store == "vllm":
         return arrange_vllm(files)
+    if target.store == "nxd":
+        return arrange_nxd(files, written_mesh(mesh), 1 if target.name == "nxd-v1" else 2)
+    if target.store == "nxd-inference":
+        return arrange_presharded(files, layers)
     # at most two boxes of as many numbers as a tensor has dims, twice, of some 8 characters each
     length = sum(len(b.name) + 12 + 2 * (8 + 16 * len(b.shape)) for bindings in held for b in bindings)
     length += sum(len(spec.name) + 120 for spec in specs) + 200 * mesh.ranks

@@ -64,6 +64,8 @@ class Chunk(NamedTuple):
     file: str
     """Path relative to the checkpoint's folder, ``/``-separated."""
     offset: int
+    column_major: bool = False
+    """Of a matrix: its columns follow one another instead of its rows."""
 
 
 @dataclass(frozen=True, slots=True)

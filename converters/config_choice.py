@@ -25,7 +25,7 @@ def open_with_config(source: Path, choices: Choices) -> tuple[Checkpoint, list[P
     Raises:
         PolicyError: the two differ and ``--config-from`` was not given, or ``--set`` was given beside a config.
     """
-    checkpoint = open_checkpoint(source, like=choices.like)
+    checkpoint = open_checkpoint(source, like=choices.like, queries=choices.query_heads)
     if checkpoint.config is not None and choices.settings:
         raise PolicyError(f"--set is for a checkpoint without config.json; this one has {checkpoint.config_path}")
     if choices.like is None:

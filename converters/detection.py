@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 from .boxes import StoredTensor
 from .config import Geometry, Qwen3Config, compare_geometry, read_config
 from .errors import MappingError, SourceError, enumerate_problems, few
+from .files import Files
 from .formats import RANK_LAYOUTS
 from .layouts import (
     ACCELERATE,
@@ -20,8 +21,11 @@ from .layouts import (
     TITAN_SCHEMAS,
     TITAN_TRANSFORMERS,
     VLLM,
+    Binding,
     Layout,
     bind,
+    nxd_inference_layout,
+    nxd_layout,
     solve_geometry,
 )
 from .manifest import ASSETS, Manifest, read_manifest
@@ -33,6 +37,10 @@ from .refusals import refuse_files, refuse_foreign_tensors, refuse_pickles
 from .stores.contents import Contents
 from .stores.dcp import read_dcp
 from .stores.fsdp_full import read_full
+from .stores.nxd_bindings import Queries, nxd_bindings, nxd_heads
+from .stores.nxd_inference import locate_presharded, read_presharded
+from .stores.nxd_training import locate_nxd, read_nxd
+from .stores.nxd_writing import as_mesh
 from .stores.ranks import RANKS_INDEX, read_ranks, read_vllm
 from .stores.safetensors import INDEX, SINGLE, read_safetensors
 from .stores.staging import JOURNAL
@@ -86,6 +94,8 @@ class Checkpoint:
     config_path: Path | None = field(default=None, compare=False)
     mesh: Mesh = ONE_RANK
     """What the tensors are cut for; then ``tensors`` are named ``rank/FQN``."""
+    bindings: Callable[[bool], Iterable[Binding]] | None = field(default=None, compare=False, repr=False)
+    """What the tensors are made of, given whether the head is tied, where layout and mesh alone do not say."""
 
     @property
     def stores_head(self) -> bool:
@@ -107,7 +117,9 @@ class Checkpoint:
             MappingError: tensors are missing, unknown or mis-shaped; all are listed.
             SourceError: chunks overlap or leave holes.
         """
-        if self.mesh == ONE_RANK:
+        if self.bindings is not None:
+            bindings = self.bindings(tied)
+        elif self.mesh == ONE_RANK:
             bindings = bind(self.layout, self.geometry, tied=tied)
         else:
             bindings = mesh_bindings(self.layout, self.geometry, self.mesh, tied=tied)
@@ -131,7 +143,7 @@ def locate_checkpoint(path: Path) -> tuple[Path, str]:
         raise SourceError(f"{path} cannot be read: {error.strerror}") from error
     if JOURNAL in names or os.path.lexists(path.absolute().parent / JOURNAL):
         raise SourceError(f"{path} is an unfinished conversion; run the command that began it again with --resume")
-    stores = _stores_in(names)
+    stores = _stores_in(names) or _neuron_in(path)
     refuse_files(path, names, has_store=bool(stores))
     if len(stores) > 1:
         raise SourceError(f"{path} is ambiguous, it holds {' and '.join(stores.values())}; move one of them elsewhere")
@@ -163,7 +175,7 @@ def _point_below(path: Path, names: Sequence[str], levels: int = 2) -> None:
             inside = sorted(os.listdir(folder))
         except OSError:
             continue
-        stores = _stores_in(inside)
+        stores = _stores_in(inside) or _neuron_in(folder)
         refuse_files(folder, inside, has_store=bool(stores))
         if stores:
             raise SourceError(f"{path} holds no checkpoint itself, {folder} does ({' and '.join(stores.values())})")
@@ -171,14 +183,18 @@ def _point_below(path: Path, names: Sequence[str], levels: int = 2) -> None:
             _point_below(folder, inside, levels - 1)
 
 
-def open_checkpoint(path: Path, *, like: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, *, like: Path | None = None, queries: Queries | None = None) -> Checkpoint:
     """Recognise the checkpoint in ``path`` from its headers. ``like`` names a folder or file to take config.json from.
+
+    ``queries`` says how NxD's query heads lie where its files do not tell.
 
     Raises:
         SourceError: it cannot be read, or is of a kind that is refused.
         MappingError: its names fit no layout, or its shapes contradict its config.
     """
     folder, store = locate_checkpoint(path)
+    if store in _NEURON:
+        return _open_nxd(folder, store, like, queries)
     if store in _CUT:
         return _CUT[store](folder, like)
     config_path = find_config(folder, like)
@@ -260,6 +276,39 @@ def _open_vllm(folder: Path, like: Path | None) -> Checkpoint:
     return _cut_checkpoint(folder, "vllm", VLLM, contents, Mesh(tp=ranks), config.geometry, config, config_path)
 
 
+def _open_nxd(folder: Path, kind: str, like: Path | None, queries: Queries | None) -> Checkpoint:
+    """Shards of NxD, optimum-neuron or NxD Inference: the config says the sizes, the keys how heads lie."""
+    read_shards, find_layout = _NEURON[kind]
+    shards = read_shards(folder)
+    config_path = find_config(folder, like) or find_config(folder.parent)
+    if config_path is None:
+        raise SourceError(
+            f"{folder} holds NxD's shards, but no config.json, which alone tells their sizes; give --like"
+        )
+    config, layout, manifest = read_config(config_path), find_layout(shards.stages), read_manifest(folder)
+    if queries is None and manifest is not None and any(p.get("order") == "tiled" for p in manifest.policies):
+        queries = "follow"
+    with Files(folder, os.O_RDONLY) as files:
+
+        def read(file: str, offset: int, count: int) -> bytes:
+            raw = bytearray(count)
+            files.read_into(file, offset, memoryview(raw))
+            return bytes(raw)
+
+        heads = nxd_heads(shards, config.geometry, read, queries=queries)
+    mesh = as_mesh(shards.mesh)
+
+    def stages(fqn: str) -> Sequence[int]:
+        return shards.stages.get(fqn, (0,))
+
+    def bindings(tied: bool) -> Iterator[Binding]:
+        for binding in nxd_bindings(layout, config.geometry, heads, shards.mesh, stages, tied=tied):
+            yield binding if mesh != ONE_RANK else binding._replace(name=binding.name.partition("/")[2])
+
+    found = _cut_checkpoint(folder, kind, layout, shards.contents, mesh, config.geometry, config, config_path)
+    return replace(found, bindings=bindings, others=shards.contents.others)
+
+
 def _cut_checkpoint(
     folder: Path,
     kind: str,
@@ -306,6 +355,8 @@ def _find_config(folder: Path, like: Path | None) -> Path | None:
     return None
 
 
+_NEURON = {"nxd": (read_nxd, nxd_layout), "nxd-inference": (read_presharded, nxd_inference_layout)}
+
 _CUT = {"ranks": _open_ranks, "vllm": _open_vllm}
 
 _READERS = {
@@ -323,6 +374,15 @@ _CANDIDATES: dict[str, tuple[Layout, ...]] = {
     "verl": (HF, HF_FUSED),
     "dcp": (*TITAN_SCHEMAS.values(), ACCELERATE, ACCELERATE_PER_EXPERT, TITAN_TRANSFORMERS, HF, HF_FUSED),
 }
+
+
+def _neuron_in(folder: Path) -> dict[str, str]:
+    """The same of NxD's, whose files may lie one or two folders down."""
+    if (inner := locate_nxd(folder)) is not None:
+        return {"nxd": f"neuronx-distributed shards ({inner})"}
+    if (inner := locate_presharded(folder)) is not None:
+        return {"nxd-inference": f"NxD Inference's presharded weights ({inner})"}
+    return {}
 
 
 def _stores_in(names: Sequence[str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from .blocks import BLOCK_BYTES, Buffer, copy_rows, gather, holds_whole_rows, scatter
+from .blocks import BLOCK_BYTES, Buffer, copy_rows, gather, holds_whole_rows, rows_per_block, scatter
 from .casts import RowStep, ScaledRows, decoder
 from .dtypes import itemsize
 from .files import Files, Output
@@ -151,6 +151,7 @@ class Worker:
     ) -> None:
         self._reads, self._digests, self._stop, self._advance = reads, digests, stop, advance
         self._output = None if writes is None else Output(writes)
+        self._block_bytes = block_bytes
         self._block = Buffer(block_bytes)
         self._strided = Buffer(block_bytes)
 
@@ -165,7 +166,8 @@ class Worker:
 
     def _carry(self, move: Move) -> Digest:
         width = move.columns * itemsize(move.source_dtype)
-        step = max(1, self._block.size // max(width, move.columns * itemsize(move.target_dtype)))
+        widest = max(width, move.columns * itemsize(move.target_dtype))
+        step = rows_per_block((move.source, *move.targets), widest, self._block_bytes)
         decode = decoder(move.source_dtype, move.target_dtype, move.name, row_steps(move, self._reads))
         written = xxhash.xxh3_128()
         read = written if decode is None else xxhash.xxh3_128()

@@ -6,9 +6,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import PolicyError
-from .layouts import ACCELERATE, ACCELERATE_PER_EXPERT, HF, HF_FUSED, TITAN_TRANSFORMERS, VLLM, Layout, titan_layout
+from .layouts import (
+    ACCELERATE,
+    ACCELERATE_PER_EXPERT,
+    HF,
+    HF_FUSED,
+    NXD,
+    NXD_GQA,
+    NXD_INFERENCE,
+    TITAN_TRANSFORMERS,
+    VLLM,
+    Layout,
+    titan_layout,
+)
 
-Store = Literal["safetensors", "dcp", "ranks", "vllm"]
+Store = Literal["safetensors", "dcp", "ranks", "vllm", "nxd", "nxd-inference"]
 
 RANK_LAYOUTS: dict[str, Layout | None] = {"hf": HF, "hf-fused": HF_FUSED, "titan": None}
 """Layouts of our per-rank folder; ``titan`` is that of the schema asked for."""
@@ -34,15 +46,18 @@ class Format:
     @property
     def is_per_rank(self) -> bool:
         """Whether each rank has files of its own, with local tensors."""
-        return self.store in ("ranks", "vllm")
+        return self.store in ("ranks", "vllm", "nxd", "nxd-inference")
 
-    def layout(self, titan_schema: str, rank_layout: str = "hf-fused") -> Layout:
-        """The layout that is written; ``titan_schema`` decides for ``titan``, ``rank_layout`` for ``ranks``.
+    def layout(self, titan_schema: str, rank_layout: str = "hf-fused", *, repeats: bool = False) -> Layout:
+        """The layout that is written; ``titan_schema`` decides for ``titan``, ``rank_layout`` for ``ranks``, and for
+        ``nxd`` whether ranks repeat key-value heads.
 
         Raises:
             PolicyError: one of the two is not known.
         """
         fixed = self.fixed_layout
+        if self.store == "nxd" and repeats:
+            fixed = NXD_GQA
         if self.store == "ranks":
             if rank_layout not in RANK_LAYOUTS:
                 raise PolicyError(
@@ -81,6 +96,14 @@ FORMATS: dict[str, Format] = {
         ),
         Format("ranks", "one safetensors file per rank of a mesh, and an index of boxes", "ranks"),
         Format("vllm", "vLLM sharded_state: model-rank-*-part-*.safetensors, tensor parallel", "vllm", VLLM),
+        Format("nxd", "neuronx-distributed training shards, v2: model/dp_rank_00_tp_rank_*_pp_rank_*.pt", "nxd", NXD),
+        Format("nxd-v1", "the same, v1: tp_rank_*_pp_rank_*/checkpoint.pt", "nxd", NXD),
+        Format(
+            "nxd-inference",
+            "NxD Inference's presharded weights: tp*_sharded_checkpoint.safetensors",
+            "nxd-inference",
+            NXD_INFERENCE,
+        ),
         Format(
             "dcp-hf",
             "DCP of a bare state dict with the hub's names",

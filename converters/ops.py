@@ -32,6 +32,8 @@ class Piece(NamedTuple):
     name: str
     box: Box
     stored: Box
+    transposed: bool = False
+    """The last two dims of the stored box are those of the parameter's the other way round."""
 
 
 class Op(Protocol):
@@ -81,6 +83,27 @@ class Experts:
         """See ``Op``."""
         for expert, group in enumerate(parts):
             yield from _stacked_rows(group, leading=(expert,))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertColumns:
+    """A leading expert dim; of expert e every part transposed, (in, out), one after another along the last dim."""
+
+    runs_over = "expert"
+
+    def axes(self, parts: Sequence[tuple[str, ...]]) -> tuple[Axis, ...]:
+        """See ``Op``."""
+        return (("E",), (parts[0][1],), tuple(part[0] for part in parts))
+
+    def pieces(self, parts: Sequence[Sequence[Part]], geometry: Geometry) -> Iterator[Piece]:
+        """See ``Op``."""
+        for expert, group in enumerate(parts):
+            column = 0
+            for part in group:
+                rows, columns = part.shape
+                stored = Box((expert, 0, column), (1, columns, rows))
+                yield Piece(part.name, Box.whole(part.shape), stored, transposed=True)
+                column += rows
 
 
 @dataclass(frozen=True, slots=True)

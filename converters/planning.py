@@ -27,7 +27,8 @@ UNIT_BYTES = 256 << 20
 class Extent(NamedTuple):
     """A rectangle of one logical parameter and where it lies: row ``row + i`` begins at ``offset + i * pitch``.
 
-    Rows and columns count elements of the parameter; ``offset`` and ``pitch`` are bytes.
+    Rows and columns count elements of the parameter; ``offset`` and ``pitch`` are bytes. A transposed one is stored
+    column by column: there it is column ``column + i`` that begins at ``offset + i * pitch``.
     """
 
     row: int
@@ -37,6 +38,7 @@ class Extent(NamedTuple):
     file: str
     offset: int
     pitch: int
+    transposed: bool = False
 
 
 Copy = tuple[Extent, ...]
@@ -306,18 +308,20 @@ def _extent(piece: Piece, chunk: Chunk, width: int) -> Extent | None:
     common = chunk.box if piece.stored == chunk.box else piece.stored.intersect(chunk.box)
     if common is None:
         return None
+    places = list(zip(common.start, chunk.box.start, chunk.box.size, strict=True))
     index = 0
-    for start, low, size in zip(common.start, chunk.box.start, chunk.box.size, strict=True):
+    for start, low, size in reversed(places) if chunk.column_major else places:
         index = index * size + start - low
-    dims = len(piece.box.size)
-    row = piece.box.start[0] + common.start[-dims] - piece.stored.start[-dims]
-    rows = common.size[-dims]
-    if dims == 1:
-        return Extent(row, rows, 0, 1, chunk.file, chunk.offset + index * width, width)
-    column = piece.box.start[1] + common.start[-1] - piece.stored.start[-1]
-    return Extent(
-        row, rows, column, common.size[-1], chunk.file, chunk.offset + index * width, chunk.box.size[-1] * width
-    )
+    offset = chunk.offset + index * width
+    if len(piece.box.size) == 1:
+        row = piece.box.start[0] + common.start[-1] - piece.stored.start[-1]
+        return Extent(row, common.size[-1], 0, 1, chunk.file, offset, width)
+    row_dim, column_dim = (-1, -2) if piece.transposed else (-2, -1)
+    row = piece.box.start[0] + common.start[row_dim] - piece.stored.start[row_dim]
+    column = piece.box.start[1] + common.start[column_dim] - piece.stored.start[column_dim]
+    rows, columns = common.size[row_dim], common.size[column_dim]
+    pitch = chunk.box.size[0 if chunk.column_major else -1] * width
+    return Extent(row, rows, column, columns, chunk.file, offset, pitch, piece.transposed != chunk.column_major)
 
 
 def _cover_problem(extents: Copy, shape: Shape) -> str | None:

@@ -19,12 +19,14 @@ from .parameters import EMBEDDING, EXPERT_BIAS, HEAD, describe
 from .placement import ONE_RANK, Mesh
 from .planning import Table
 from .reading import first_difference, last_nonzero_row, read_whole
+from .stores.nxd_bindings import Queries
 
 EXPERT_BIAS_SUFFIX = ".expert_bias"
 assert EXPERT_BIAS.endswith(EXPERT_BIAS_SUFFIX)
 
 Head = Literal["keep", "drop", "write"]
 ConfigStyle = Literal["source", "v4", "v5", "both"]
+KvHeads = Literal["tiled", "interleaved"]
 OptimizerForm = Literal["default", "fused", "separate", "keep"]
 
 
@@ -54,6 +56,10 @@ class Choices:
     """Degrees of parallelism that the output is cut for."""
     rank_layout: str = "hf-fused"
     """Names and fusion inside a per-rank folder."""
+    kv_heads: KvHeads | None = None
+    """How NxD repeats key-value heads where there are more tensor-parallel ranks than them."""
+    query_heads: Queries | None = None
+    """How query heads lie in NxD shards with repeated key-value heads, where the files do not tell."""
     flavor: str | None = None
     """torchtitan flavor that the output is meant for; its values must agree with the config's."""
     optimizer: OptimizerForm | None = None
@@ -147,6 +153,15 @@ def cast_policies(table: Table, choices: Choices) -> list[Policy]:
             how = "exact" if exact else "rounded to nearest even"
             policies.append(Policy("cast", f"{count} tensors {names}, {how}", {**values, "exact": exact}))
     return policies
+
+
+KV_HEADS = "kv-heads"
+
+
+def kv_heads_policy(order: KvHeads) -> Policy:
+    """How an output of NxD's repeats key-value heads; ``open_checkpoint`` reads it back from the manifest."""
+    how = "all in turn, and query heads follow them" if order == "tiled" else "each several times in a row"
+    return Policy(KV_HEADS, f"key-value heads are repeated {how}", {"order": order})
 
 
 def vocab_policy(settled: Settled, choices: Choices) -> Policy | None:

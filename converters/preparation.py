@@ -23,10 +23,20 @@ from .layouts import Layout, bind
 from .lora import adapter_files, merge_adapter
 from .manifest import ASSETS
 from .parameters import EMBEDDING, HEAD
-from .placement import ONE_RANK, check_mesh, check_vllm, rank_name
+from .placement import ONE_RANK, Mesh, check_mesh, check_vllm, rank_name
 from .planning import Table, Unit, plan_moves, tabulate
-from .policies import DEFAULTS, EXPERT_BIAS_SUFFIX, Choices, Policy, Settled, cast_policies, vocab_policy
+from .policies import (
+    DEFAULTS,
+    EXPERT_BIAS_SUFFIX,
+    Choices,
+    Policy,
+    Settled,
+    cast_policies,
+    kv_heads_policy,
+    vocab_policy,
+)
 from .stores.contents import Arrangement
+from .stores.nxd_writing import as_mesh, written_mesh
 from .stores.sidecars import list_sidecars
 from .stores.staging import check_name, partial_path
 from .stores.verl import SUBFOLDER
@@ -139,6 +149,8 @@ def prepare(
         ConversionError: of the kind that says what to do; nothing has been written.
     """
     target = writable_format(to)
+    if target.store.startswith("nxd"):
+        choices = replace(choices, mesh=as_mesh(written_mesh(choices.mesh)))
     checkpoint, decided = open_with_config(source, choices)
     _check_places(checkpoint.path, destination)
     settled = settle_with_config(checkpoint, choices, target)
@@ -152,7 +164,8 @@ def prepare(
     if (vocab := vocab_policy(settled, choices)) is not None:
         decided.append(vocab)
     geometry = replace(checkpoint.geometry, vocab_size=choices.vocab_rows or checkpoint.geometry.vocab_size)
-    layout = target.layout(choices.titan_schema, choices.rank_layout)
+    repeats = choices.mesh.tp > geometry.num_key_value_heads
+    layout = target.layout(choices.titan_schema, choices.rank_layout, repeats=repeats)
     _check_cut(target, geometry, choices)
     bound = list(bind(layout, geometry, tied=settled.tied))
     carried = NOTHING
@@ -180,9 +193,12 @@ def prepare(
         ranks = choices.mesh.ranks
         summary = f"cut for {choices.mesh}: {ranks} ranks" if ranks > 1 else "one rank holds all of it"
         decided.append(Policy("mesh", summary, asdict(choices.mesh)))
-        held = ranked(bindings, layout, geometry, choices.mesh, tied=settled.tied)
+        if target.store == "nxd" and repeats and choices.kv_heads is not None:
+            decided.append(kv_heads_policy(choices.kv_heads))
+        held = ranked(bindings, target, layout, geometry, choices, tied=settled.tied)
         if target.is_per_rank:
-            arrangement = arrange_by_rank(specs, bindings, held, target, layout, choices.mesh)
+            layers = geometry.num_hidden_layers
+            arrangement = arrange_by_rank(specs, bindings, held, target, layout, choices.mesh, layers)
             bindings = [b._replace(name=rank_name(rank, b.name)) for rank, mine in enumerate(held) for b in mine]
         else:
             arrangement = arrange_chunked(specs, bindings, held, layout, tied=settled.tied)
@@ -244,6 +260,8 @@ def _check_cut(target: Format, geometry: Geometry, choices: Choices) -> None:
     check_mesh(choices.mesh, geometry)
     if target.store == "vllm":
         check_vllm(choices.mesh, geometry)
+    if target.store == "nxd-inference" and choices.mesh != Mesh(tp=choices.mesh.tp):
+        raise PolicyError(f"NxD Inference's presharded weights are cut by --tp alone, not by {choices.mesh}")
 
 
 def _drop_bias(table: Table, biases: Sequence[str], settled: Settled, choices: Choices, decided: list[Policy]) -> None:

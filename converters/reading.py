@@ -8,7 +8,7 @@ from pathlib import Path
 
 import xxhash
 
-from .blocks import BLOCK_BYTES, Buffer, gather
+from .blocks import BLOCK_BYTES, Buffer, gather, rows_per_block
 from .dtypes import itemsize
 from .files import Files
 from .planning import Copy, Entry
@@ -26,7 +26,7 @@ def read_whole(entry: Entry, folder: Path) -> bytearray:
 def last_nonzero_row(entry: Entry, folder: Path) -> int:
     """The last row of a parameter that is not all zero bits; -1 when every row is."""
     width = entry.columns * itemsize(entry.dtype)
-    step = max(1, BLOCK_BYTES // width)
+    step = rows_per_block(entry.copies[:1], width, BLOCK_BYTES)
     buffer, strided = Buffer(step * width), Buffer(BLOCK_BYTES)
     with Files(folder, os.O_RDONLY) as files:
         for high in range(entry.rows, 0, -step):
@@ -56,7 +56,7 @@ def first_difference(entry: Entry, folder: Path) -> int | None:
 def _first_difference(entry: Entry, first: Copy, second: Copy, span: range, files: Files) -> int | None:
     """The first row of ``span`` in which two copies differ."""
     width = entry.columns * itemsize(entry.dtype)
-    step = max(1, BLOCK_BYTES // width)
+    step = rows_per_block((first, second), width, BLOCK_BYTES)
     mine, theirs, strided = Buffer(step * width), Buffer(step * width), Buffer(BLOCK_BYTES)
     for row in span[::step]:
         rows = min(step, span.stop - row)

@@ -14,10 +14,6 @@ from .errors import SourceError
 _PICKLED = "pickled PyTorch weights, which are not read: load them where they come from and save them as safetensors"
 _MEGATRON = "a Megatron checkpoint: export it to Hugging Face with Megatron-Bridge first"
 _DEEPSPEED = "a DeepSpeed checkpoint: run DeepSpeed's zero_to_fp32.py with --safe_serialization first"
-_NXD = (
-    "neuronx-distributed shards, which are not read yet: consolidate them with `optimum-cli neuron consolidate` or "
-    "NxD's checkpoint_converter first"
-)
 _TORCHTUNE = (
     "torchtune's own .pt files, which are not read: let its checkpointer write safetensors, and name that epoch_N"
 )
@@ -46,12 +42,6 @@ _WITHOUT_STORE: tuple[tuple[str, str], ...] = (
         "FSDP1 local shards, which do not say how to put them together: save again with "
         "SHARDED_STATE_DICT or FULL_STATE_DICT",
     ),
-    (
-        "tp*_sharded_checkpoint.safetensors",
-        "NxD Inference's pre-sharded weights, which are not read yet: use the folder they were compiled from",
-    ),
-    ("*tp_rank_*", _NXD),
-    ("mp_metadata_pp_rank_*", _NXD),
     ("recipe_state.pt", _TORCHTUNE),
     ("hf_model_*.pt", _TORCHTUNE),
     ("meta_model_*.pt", _TORCHTUNE),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from .blocks import BLOCK_BYTES, Buffer, gather
+from .blocks import BLOCK_BYTES, Buffer, gather, rows_per_block
 from .casts import FLOATS, widen
 from .detection import NOT_MODEL
 from .dtypes import TORCH_NAME, itemsize
@@ -261,7 +261,8 @@ class _Side:
 def _compare(a: _Side, b: _Side, advance: Advance) -> Difference | None:
     entry = a.entry
     same_dtype = a.entry.dtype == b.entry.dtype and a.is_plain and b.is_plain
-    step = max(1, BLOCK_BYTES // (entry.columns * max(itemsize(a.entry.dtype), itemsize(b.entry.dtype))))
+    width = entry.columns * max(itemsize(a.entry.dtype), itemsize(b.entry.dtype))
+    step = rows_per_block((a.entry.copies[0], b.entry.copies[0]), width, BLOCK_BYTES)
     max_abs, max_rel, unequal, bits_differ = 0.0, 0.0, 0, False
     for row in range(0, entry.rows, step):
         rows = min(step, entry.rows - row)

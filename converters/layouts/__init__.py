@@ -5,6 +5,7 @@ from __future__ import annotations
 from .accelerate import ACCELERATE, ACCELERATE_PER_EXPERT, TITAN_TRANSFORMERS
 from .hf import HF, HF_FUSED
 from .layout import Binding, Layout, Rule, bind, solve_geometry
+from .neuron import NXD, NXD_GQA, NXD_INFERENCE, nxd_inference_layout, nxd_layout
 from .torchtitan import FUSED, TITAN_OPTIMIZERS, TITAN_SCHEMAS, titan_layout
 from .vllm import VLLM
 
@@ -14,6 +15,9 @@ __all__ = [
     "FUSED",
     "HF",
     "HF_FUSED",
+    "NXD",
+    "NXD_GQA",
+    "NXD_INFERENCE",
     "TITAN_OPTIMIZERS",
     "TITAN_SCHEMAS",
     "TITAN_TRANSFORMERS",
@@ -22,6 +26,8 @@ __all__ = [
     "Layout",
     "Rule",
     "bind",
+    "nxd_inference_layout",
+    "nxd_layout",
     "solve_geometry",
     "titan_layout",
 ]

@@ -24,10 +24,11 @@ from typing import Literal, NamedTuple
 from ..boxes import Box, Shape
 from ..errors import MappingError, PolicyError, SourceError
 from ..geometry import Geometry
-from ..layouts import HF, Binding, Layout, Rule, bind
+from ..layouts import Binding, Layout, bind
 from ..ops import Piece
-from ..placement import rank_name
-from .nxd_training import NxdShards
+from ..parameters import BY_NAME
+from ..placement import CUT_BY_TP, chunk, rank_name
+from .nxd_training import NxdMesh, NxdShards
 
 Queries = Literal["follow", "natural"]
 """Order of the query heads where key-value heads are tiled: after the copies of these, or as the hub has them."""
@@ -42,32 +43,16 @@ class Heads(NamedTuple):
     """Per slot, its query heads."""
 
 
-_LAYER = "model.layers.{layer}"
-_ATTENTION = f"{_LAYER}.self_attn"
+_ATTENTION = "model.layers.{layer}.self_attn"
 _Q, _K, _V, _O = (f"{_ATTENTION}.{name}_proj.weight" for name in "qkvo")
-_GATE, _UP = (f"{_LAYER}.mlp.{name}_proj.weight" for name in ("gate", "up"))
-_FUSED = (
-    Rule(f"{_ATTENTION}.qkv_proj.weight_qkv", (_Q, _K, _V)),
-    Rule(f"{_LAYER}.mlp.gate_up_proj.weight", (_GATE, _UP)),
-)
-_RENAMED = tuple(
-    Rule(f"{_ATTENTION}.qkv_proj.weight_{name}", (part,)) for name, part in zip("qkv", (_Q, _K, _V), strict=True)
-)
+_DOWN = ".down_proj.weight"
 
 Read = Callable[[str, int, int], bytes]
 """``(file, offset, size) -> bytes`` of a file of the checkpoint."""
 
 
-def nxd_layout(shards: NxdShards) -> Layout:
-    """The layout that the names in ``shards`` are of: which projections are fused or renamed."""
-    rules = {rule.parts: rule for rule in HF.rules}
-    names = set(shards.stages)
-    for rule in (*_RENAMED, *_FUSED):
-        if any(name.endswith(rule.stored.partition("}.")[2]) for name in names):
-            for part in rule.parts:
-                rules.pop((part,), None)
-            rules[rule.parts] = rule
-    return Layout("nxd", tuple(rules.values()), derived=HF.derived)
+Stages = Callable[[str], Sequence[int]]
+"""FQN -> the pipeline ranks that hold it."""
 
 
 def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Queries | None = None) -> Heads:
@@ -110,54 +95,121 @@ def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Que
     if queries is None:
         raise PolicyError(
             f"{name} holds the {kv} key-value heads {multiplier} times, all in turn. NxD on trn1 reorders the query "
-            "heads after that, its converter for trn2 does not, and the weights do not tell; say which of the two holds"
+            "heads after that, its converter for trn2 does not, and the weights do not tell: pass "
+            "--query-heads follow or natural"
         )
     return _heads(queries, tiled, heads)
 
 
-def nxd_bindings(shards: NxdShards, geometry: Geometry, heads: Heads, *, tied: bool) -> Iterator[Binding]:
+def made_heads(geometry: Geometry, tp: int, order: Literal["tiled", "interleaved"] | None) -> Heads:
+    """Where heads go in an output: each key-value head once, or where there are more ranks, as often as it takes.
+
+    Raises:
+        PolicyError: key-value heads must be repeated, and nothing says in which order.
+    """
+    kv, heads = geometry.num_key_value_heads, geometry.num_attention_heads
+    if tp <= kv:
+        return _heads("natural", tuple(range(kv)), heads)
+    if order is None:
+        raise PolicyError(
+            f"tp {tp} repeats the {kv} key-value heads {tp // kv} times, which NxD does in two ways: give --kv-heads "
+            "tiled (all in turn, query heads reordered after them: trn1) or interleaved (each several times in a row: "
+            "trn2)"
+        )
+    if order == "tiled":
+        return _heads("follow", tuple(g % kv for g in range(tp)), heads)
+    return _heads("natural", tuple(g * kv // tp for g in range(tp)), heads)
+
+
+def nxd_stages(geometry: Geometry, pp: int) -> Stages:
+    """Pipeline ranks of an output: layers in equal runs, embeddings first, norm and head last."""
+
+    def stages(fqn: str) -> Sequence[int]:
+        _, is_layer, rest = fqn.partition("layers.")
+        if is_layer:
+            return (int(rest.partition(".")[0]) // -(-geometry.num_hidden_layers // pp),)
+        return (0,) if "embed_tokens" in fqn else (pp - 1,)
+
+    return stages
+
+
+def nxd_bindings(
+    layout: Layout, geometry: Geometry, heads: Heads, mesh: NxdMesh, stages: Stages, *, tied: bool
+) -> Iterator[Binding]:
     """What every rank stores, for ``planning.tabulate``: names ``rank/FQN``, local shapes, pieces.
 
     Parts that several ranks hold (norms, repeated heads) become copies of the parameter there, to be compared.
 
     Raises:
-        MappingError: the geometry is MoE, or tensor parallelism divides something unevenly.
+        MappingError: tensor or expert parallelism divides something unevenly.
     """
-    tp = shards.mesh.tp
+    _check_even(geometry, mesh)
+    for binding in bind(layout, geometry, tied=tied):
+        is_stack = binding.rule.op.runs_over == "expert"
+        for ep in range(mesh.ep if is_stack else 1):
+            for tp in range(mesh.tp):
+                cut = _cut_experts if is_stack else _cut_matrix
+                pieces = tuple(cut(binding, geometry, heads, mesh, ep, tp))
+                shape = tuple(max(stops) for stops in zip(*(piece.stored.stop for piece in pieces), strict=True))
+                for stage in stages(binding.name):
+                    name = rank_name(mesh.rank(stage, ep, tp), binding.name)
+                    yield Binding(name, shape, pieces, binding.rule)
+
+
+def _check_even(geometry: Geometry, mesh: NxdMesh) -> None:
+    sizes = {"vocab_size": geometry.vocab_size}
     if geometry.is_moe:
-        raise MappingError("NxD's MoE stores experts transposed, which is not read yet")
-    for axis in ("vocab_size", "intermediate_size"):
-        if getattr(geometry, axis) % tp:
-            raise MappingError(f"{axis} {getattr(geometry, axis)} does not divide among {tp} tensor ranks")
-    for binding in bind(nxd_layout(shards), geometry, tied=tied):
-        templates = dict(zip(dict.fromkeys(piece.name for piece in binding.pieces), binding.rule.parts, strict=True))
-        shapes = {piece.name: piece.box.stop for piece in binding.pieces}
-        for tensor_rank in range(tp):
-            pieces: list[Piece] = []
-            at = 0
-            for name, template in templates.items():
-                dim, runs = _runs(template, shapes[name], geometry, heads, tp, tensor_rank)
-                own = list(_join(name, shapes[name], dim, runs, at))
-                pieces += own
-                at += sum(len(run) for run in runs) if dim == 0 else shapes[name][0]
-            shape = tuple(max(stops) for stops in zip(*(piece.stored.stop for piece in pieces), strict=True))
-            for stage in shards.stages.get(binding.name, (0,)):
-                full_name = rank_name(stage * tp + tensor_rank, binding.name)
-                yield Binding(full_name, shape, tuple(pieces), binding.rule)
+        sizes["moe_intermediate_size"] = geometry.moe_intermediate_size or 0
+    else:
+        sizes["intermediate_size"] = geometry.intermediate_size or 0
+    for axis, size in sizes.items():
+        if size % mesh.tp:
+            raise MappingError(f"{axis} {size} does not divide among {mesh.tp} tensor ranks, as NxD asks for")
+    if mesh.ep > 1 and (geometry.num_experts is None or geometry.num_experts % mesh.ep):
+        raise MappingError(f"{geometry.num_experts or 'no'} experts do not divide among {mesh.ep} expert ranks")
+
+
+def _cut_matrix(binding: Binding, geometry: Geometry, heads: Heads, mesh: NxdMesh, ep: int, tp: int) -> Iterator[Piece]:
+    """The runs of rows or columns that a tensor-parallel rank has of each part, part after part."""
+    templates = dict(zip(dict.fromkeys(piece.name for piece in binding.pieces), binding.rule.parts, strict=True))
+    shapes = {piece.name: piece.box.stop for piece in binding.pieces}
+    at = 0
+    for name, template in templates.items():
+        dim, runs = _runs(template, shapes[name], geometry, heads, mesh.tp, tp)
+        yield from _join(name, shapes[name], dim, runs, at)
+        at += sum(len(run) for run in runs) if dim == 0 else shapes[name][0]
+
+
+def _cut_experts(
+    binding: Binding, geometry: Geometry, heads: Heads, mesh: NxdMesh, ep: int, tp: int
+) -> Iterator[Piece]:
+    """A rank's experts, of each its intermediate units: gate and up by rows, down by columns, stored transposed."""
+    mine = chunk(geometry.num_experts or 0, mesh.ep, ep)
+    for piece in binding.pieces:
+        expert, _, column = piece.stored.start
+        if expert not in mine:
+            continue
+        dim = int(piece.name.endswith(_DOWN))
+        size = list(piece.box.size)
+        size[dim] //= mesh.tp
+        start = [0, 0]
+        start[dim] = tp * size[dim]
+        stored = Box((expert - mine.start, 0, column if dim else column // mesh.tp), (1, size[1], size[0]))
+        yield Piece(piece.name, Box(tuple(start), tuple(size)), stored, transposed=True)
 
 
 def _runs(
     template: str, shape: Shape, geometry: Geometry, heads: Heads, tp: int, rank: int
 ) -> tuple[int, Sequence[range]]:
     """The dim that is cut, and the ranges of it that ``rank`` holds, in stored order."""
-    if len(shape) == 1:
+    if not CUT_BY_TP.intersection(BY_NAME[template].axes):  # norms and the router
         return 0, [range(shape[0])]
     slots = range(rank * len(heads.keys) // tp, (rank + 1) * len(heads.keys) // tp)
     if template in (_K, _V):
         return 0, _merged([heads.keys[slot] for slot in slots], geometry.head_dim)
     if template in (_Q, _O):
         return int(template == _O), _merged([h for slot in slots for h in heads.queries[slot]], geometry.head_dim)
-    dim = int(template.endswith(".down_proj.weight"))
+    dim = int(template.endswith(_DOWN))
     each = shape[dim] // tp
     return dim, [range(rank * each, (rank + 1) * each)]
 
@@ -196,13 +248,13 @@ def _heads(queries: Queries, keys: tuple[int, ...], heads: int) -> Heads:
 
 def _key_rows(shards: NxdShards, geometry: Geometry) -> tuple[str, int, int]:
     """The first stored tensor that holds keys, the first row of them in it, and how many there are on each rank."""
-    for ending in ("qkv_proj.weight_k", "k_proj.weight", "qkv_proj.weight_qkv"):
+    for ending in ("qkv_proj.weight_k", "k_proj.weight", "qkv_proj.weight_qkv", "qkv_proj.Wqkv.weight"):
         name = next((fqn for fqn in shards.stages if fqn.endswith(ending)), None)
         if name is None:
             continue
-        stored = shards.contents.tensors[rank_name(shards.stages[name][0] * shards.mesh.tp, name)]
+        stored = shards.contents.tensors[rank_name(shards.mesh.rank(shards.stages[name][0], 0, 0), name)]
         rows = stored.spec.shape[0] if stored.spec.shape else 0
-        if not ending.endswith("qkv"):
+        if "qkv" not in ending.rpartition("_proj.")[2]:
             return name, 0, rows
         first = geometry.num_attention_heads * geometry.head_dim // shards.mesh.tp
         return name, first, (rows - first) // 2
@@ -213,11 +265,13 @@ def _key_blocks(shards: NxdShards, name: str, first: int, rows: int, size: int, 
     """The rows of each slot, over all ranks."""
     blocks = []
     for rank in range(shards.mesh.tp):
-        stored = shards.contents.tensors[rank_name(shards.stages[name][0] * shards.mesh.tp + rank, name)]
+        stored = shards.contents.tensors[rank_name(shards.mesh.rank(shards.stages[name][0], 0, rank), name)]
         pitch = stored.spec.nbytes // stored.spec.shape[0]
-        chunk = stored.chunks[0]
+        place = stored.chunks[0]
+        if place.column_major:
+            raise SourceError(f"{place.file}: {name} is stored column by column, in which repeated heads are not told")
         for row in range(first, first + rows, size):
-            blocks.append(read(chunk.file, chunk.offset + row * pitch, size * pitch))
+            blocks.append(read(place.file, place.offset + row * pitch, size * pitch))
     return blocks
 
 

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from ..config_json import read_json_object
 from ..errors import SourceError, enumerate_problems
-from ..placement import Mesh
 
 
 class Fused(NamedTuple):
@@ -27,7 +26,7 @@ class Fused(NamedTuple):
     """Whether query heads are reordered after the copies of the key-value heads."""
 
 
-def read_metadata(shards: Path, mesh: Mesh) -> Fused | None:
+def read_metadata(shards: Path, tp: int, pp: int) -> Fused | None:
     """What ``mp_metadata_pp_rank_{p}.json`` say about attention; ``None`` without such files.
 
     Raises:
@@ -36,7 +35,7 @@ def read_metadata(shards: Path, mesh: Mesh) -> Fused | None:
     """
     found: set[Fused] = set()
     problems: list[str] = []
-    paths = [shards / f"mp_metadata_pp_rank_{stage}.json" for stage in range(mesh.pp)]
+    paths = [shards / f"mp_metadata_pp_rank_{stage}.json" for stage in range(pp)]
     older = next((path for path in (p.with_suffix(".pt") for p in paths) if os.path.lexists(path)), None)
     if older is not None:
         raise SourceError(
@@ -51,7 +50,7 @@ def read_metadata(shards: Path, mesh: Mesh) -> Fused | None:
     for path in paths:
         document, _ = read_json_object(path)
         try:
-            found |= set(_attention(document, mesh, problems))
+            found |= set(_attention(document, tp, problems))
             _check_dims(document, problems)
         except (KeyError, TypeError, ValueError) as error:
             raise SourceError(
@@ -65,14 +64,14 @@ def read_metadata(shards: Path, mesh: Mesh) -> Fused | None:
     return next(iter(found), Fused(1, False))
 
 
-def _attention(document: Mapping[str, object], mesh: Mesh, problems: list[str]) -> Iterable[Fused]:
+def _attention(document: Mapping[str, object], tp: int, problems: list[str]) -> Iterable[Fused]:
     modules = document["model_weight_transformation_specs"]
     if not isinstance(modules, list):
         raise TypeError("model_weight_transformation_specs is not a list")
     for module in modules:
         for kind, spec in module["specs"]:
-            if spec["tp_size"] != mesh.tp:
-                problems.append(f"{kind} is for tp {spec['tp_size']}, but there are {mesh.tp} tensor ranks")
+            if spec["tp_size"] != tp:
+                problems.append(f"{kind} is for tp {spec['tp_size']}, but there are {tp} tensor ranks")
             if spec.get("peft_type") is not None:
                 problems.append(f"{kind} is for {spec['peft_type']} adapters, which are not read")
             if kind == "FusedLinearsSpec":

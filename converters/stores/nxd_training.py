@@ -10,8 +10,9 @@ optimum        v2 with the tag ``shards``, and ``shards/mp_metadata_pp_rank_{p}.
 
 In xser files the tensors of the pickle are references by number, each stored as a file of its own. A tag that training
 wrote has a file ``checkpoint``, and ``done`` once it is whole; NxD's converter writes neither. Of the data-parallel
-ranks the first is read. Layers keep their global numbers in every pipeline stage. The converter's o_proj is stored
-column by column (a clone of a transposed tensor) and refused; what training saves is row by row.
+ranks the first is read. With expert parallelism names have ``ep_rank_{EE}_`` in the middle, and what is no expert is in
+the files of ep rank 0 alone. Layers keep their global numbers in every pipeline stage. The converter leaves matrices
+column by column (clones of transposed tensors); what training saves is row by row.
 
 Sources: neuronx-distributed, ``trainer/checkpoint.py``, ``scripts/checkpoint_converter.py``; optimum-neuron,
 ``models/training/checkpointing.py``, ``transformations_utils.py``. Read from source; neither was run. What a rank's
@@ -25,21 +26,24 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..boxes import Box, Chunk, StoredTensor, TensorSpec
 from ..errors import SourceError, enumerate_problems
-from ..placement import Mesh, rank_name
+from ..placement import rank_name
 from .contents import Contents
 from .nxd_metadata import Fused, read_metadata
 from .pickles import Callee, Record, Unfit
 from .torch_archives import describe_value, flatten, load_pickle, open_torch_file, read_saved
-from .torch_zip import TensorRef
+from .torch_zip import Archive, TensorRef
 
 _V1 = re.compile(r"tp_rank_([0-9]{2,4})_pp_rank_([0-9]{2,4})(?:_dp_rank_([0-9]{2,5}))?")
-_V2 = re.compile(r"dp_rank_([0-9]{2,5})_(ep_rank_[0-9]{2,4}_)?tp_rank_([0-9]{2,4})_pp_rank_([0-9]{2,4})\.pt")
+_V2 = re.compile(r"dp_rank_([0-9]{2,5})_(?:ep_rank_([0-9]{2,4})_)?tp_rank_([0-9]{2,4})_pp_rank_([0-9]{2,4})\.pt")
 
 _PREFIXES = ("", "module.", "model.", "model.module.", "state_dict.")
 """What may stand in front of the hub's names: wrappers, and the key of the model in a training state."""
+
+_MOST_RANKS = 1 << 16
 
 _REPEATED = ("k_proj.weight", "v_proj.weight", "qkv_proj.weight_k", "qkv_proj.weight_v", "qkv_proj.weight_qkv")
 """What may hold a key-value head more than once."""
@@ -48,14 +52,35 @@ _TRAINING = ("checkpoint", "optim", "scheduler.pt", "user_content.pt")
 """What lies in a tag that training wrote, beside ``model`` and ``done``."""
 
 
+class NxdMesh(NamedTuple):
+    """Degrees of NxD's parallelism. Expert-parallel ranks are other files than tensor-parallel ones."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Files."""
+        return self.tp * self.ep * self.pp
+
+    def rank(self, pp: int, ep: int, tp: int) -> int:
+        """The number of a file among all."""
+        return (pp * self.ep + ep) * self.tp + tp
+
+    def __str__(self) -> str:
+        axes = (("pp", self.pp), ("ep", self.ep), ("tp", self.tp))
+        return " x ".join(f"{name}{size}" for name, size in axes if size > 1) or "1 rank"
+
+
 @dataclass(frozen=True, slots=True)
 class NxdShards:
-    """What the ranks' files hold. Tensors are named ``rank/FQN``, rank = pipeline rank * tp + tensor rank."""
+    """What the ranks' files hold. Tensors are named ``rank/FQN``, with the rank of ``NxdMesh``."""
 
     folder: Path
     """What the files in ``contents`` are relative to."""
     contents: Contents
-    mesh: Mesh
+    mesh: NxdMesh
     stages: Mapping[str, tuple[int, ...]]
     """FQN -> the pipeline ranks that hold it, in saved order."""
     stated: Fused | None
@@ -80,8 +105,8 @@ def read_nxd(folder: Path) -> NxdShards:
     ``folder`` is a tag, its ``model`` folder, a v1 folder, or what optimum saved (with ``shards`` inside).
 
     Raises:
-        SourceError: ranks are missing, damaged, hostile or hold different tensors, the save did not end, the metadata
-            contradict the files, or the model is MoE; all problems of a kind at once.
+        SourceError: ranks are missing, damaged, hostile or hold different tensors, the save did not end, or the
+            metadata contradict the files; all problems of a kind at once.
     """
     inner = locate_nxd(folder)
     if inner is None:
@@ -115,15 +140,9 @@ def read_nxd(folder: Path) -> NxdShards:
         raise SourceError(enumerate_problems(heading, problems))
     stages: dict[str, tuple[int, ...]] = {}
     for stage in range(mesh.pp):
-        for fqn in held[stage * mesh.tp]:
+        for fqn in held[mesh.rank(stage, 0, 0)]:
             stages[fqn] = (*stages.get(fqn, ()), stage)
-    experts = [fqn for fqn in stages if ".expert_mlps." in fqn]
-    if experts:
-        raise SourceError(
-            f"{folder} holds {experts[0]}: the experts of NxD's MoE, stored transposed, which are not read yet: "
-            "consolidate them with NxD's checkpoint_converter first"
-        )
-    stated = read_metadata(inner.parent, mesh)
+    stated = read_metadata(inner.parent, mesh.tp, mesh.pp)
     return NxdShards(folder, Contents(tensors, sizes, others), mesh, stages, stated)
 
 
@@ -140,35 +159,39 @@ def _check_done(inner: Path) -> None:
         )
 
 
-def _find_ranks(inner: Path) -> tuple[list[str], Mesh]:
+def _find_ranks(inner: Path) -> tuple[list[str], NxdMesh]:
     """The files in order of rank, relative to ``inner``."""
-    found: dict[tuple[int, int], str] = {}
+    found: dict[tuple[int, int, int], str] = {}
     for name in sorted(os.listdir(inner)):
         if match := _V2.fullmatch(name):
             dp, ep, tp, pp = match.groups()
-            if ep:
-                raise SourceError(
-                    f"{inner / name}: expert-parallel shards of NxD's MoE, which are not read yet: consolidate them "
-                    "with NxD's checkpoint_converter first"
-                )
         elif match := _V1.fullmatch(name):
             tp, pp, dp = match.groups()
+            ep = None
         else:
             continue
         if int(dp or 0):
             continue
         file = f"{name}/checkpoint.pt" if (inner / name).is_dir() else name
-        if found.setdefault((int(pp), int(tp)), file) != file:
-            raise SourceError(f"{inner} holds {file} and {found[int(pp), int(tp)]}: move one set of files elsewhere")
+        place = int(pp), int(ep or 0), int(tp)
+        if found.setdefault(place, file) != file:
+            raise SourceError(f"{inner} holds {file} and {found[place]}: move one set of files elsewhere")
     if not found:
         raise SourceError(f"{inner} holds no files of data-parallel rank 0")
-    mesh = Mesh(tp=1 + max(tp for _, tp in found), pp=1 + max(pp for pp, _ in found))
-    pairs = [(pp, tp) for pp in range(mesh.pp) for tp in range(mesh.tp)]
-    missing = [f"tensor rank {tp} of pipeline rank {pp}" for pp, tp in pairs if (pp, tp) not in found]
+    pps, eps, tps = (max(axis) + 1 for axis in zip(*found, strict=True))
+    mesh = NxdMesh(tps, eps, pps)
+    if mesh.ranks > _MOST_RANKS:
+        raise SourceError(f"{inner} has files up to {mesh}, which is more than {_MOST_RANKS} ranks")
+    places = [(pp, ep, tp) for pp in range(pps) for ep in range(eps) for tp in range(tps)]
+    missing = [
+        f"tensor rank {tp} of pipeline rank {pp}" + (f", expert rank {ep}" if eps > 1 else "")
+        for pp, ep, tp in places
+        if (pp, ep, tp) not in found
+    ]
     if missing:
         heading = f"{inner} lacks the files of {len(missing)} of {mesh.ranks} ranks:"
         raise SourceError(enumerate_problems(heading, missing))
-    return [found[pair] for pair in pairs], mesh
+    return [found[place] for place in places], mesh
 
 
 def _read_rank(
@@ -190,8 +213,7 @@ def _read_rank(
             if not is_model or type(leaf) not in (TensorRef, _Reference):
                 others[name] = "a tensor" if type(leaf) in (TensorRef, _Reference) else describe_value(leaf)
             elif isinstance(leaf, TensorRef):
-                saved = read_saved(archive, leaf)
-                tensors[fqn] = _entry(fqn, saved.dtype, saved.shape, file, saved.offset)
+                tensors[fqn] = _entry(fqn, archive, leaf, file)
             elif isinstance(leaf, _Reference):
                 beside = f"{file}.tensors/tensor_{leaf.number()}.pt"
                 tensors[fqn] = _read_xser(folder, beside, fqn, sizes)
@@ -204,12 +226,13 @@ def _read_xser(folder: Path, file: str, fqn: str, sizes: dict[str, int]) -> tupl
         tensor = load_pickle(archive)
         if type(tensor) is not TensorRef:
             raise SourceError(f"{folder / file}: holds {describe_value(tensor)}, not the tensor {fqn}")
-        saved = read_saved(archive, tensor)
-    return _entry(fqn, saved.dtype, saved.shape, file, saved.offset)
+        return _entry(fqn, archive, tensor, file)
 
 
-def _entry(fqn: str, dtype: str, shape: tuple[int, ...], file: str, offset: int) -> tuple[TensorSpec, Chunk]:
-    return TensorSpec(fqn, dtype, shape), Chunk(Box.whole(shape), file, offset)
+def _entry(fqn: str, archive: Archive, tensor: TensorRef, file: str) -> tuple[TensorSpec, Chunk]:
+    saved = read_saved(archive, tensor, by_columns=True)
+    chunk = Chunk(Box.whole(saved.shape), file, saved.offset, tensor.is_column_major)
+    return TensorSpec(fqn, saved.dtype, saved.shape), chunk
 
 
 def _prefix(names: Iterable[str]) -> str:
@@ -219,19 +242,25 @@ def _prefix(names: Iterable[str]) -> str:
     return next((p for p in _PREFIXES if any(name.startswith(tuple(p + m for m in marks)) for name in listed)), "")
 
 
-def _compare_ranks(files: list[str], held: list[dict[str, TensorSpec]], mesh: Mesh) -> Iterable[str]:
+def _compare_ranks(files: list[str], held: list[dict[str, TensorSpec]], mesh: NxdMesh) -> Iterable[str]:
     """Ranks of one stage hold the same tensors in the same shapes; whatever differs is of another run."""
     for rank, specs in enumerate(held):
-        first = rank - rank % mesh.tp
+        first = mesh.rank(rank // (mesh.tp * mesh.ep), 0, 0)
+        has_all = rank - first < mesh.tp
         for fqn in {**held[first], **specs}:
             mine, other = specs.get(fqn), held[first].get(fqn)
-            if mine is None or other is None:
+            if (mine is None and (has_all or is_expert(fqn))) or other is None:
                 yield f"{files[rank if mine is None else first]}: lacks {fqn}, which another rank of its stage has"
-            elif (mine.dtype, mine.shape) != (other.dtype, other.shape):
+            elif mine is not None and (mine.dtype, mine.shape) != (other.dtype, other.shape):
                 yield (
                     f"{files[rank]}: {fqn} is {mine.dtype} {list(mine.shape)}, in {files[first]} it is {other.dtype} "
                     f"{list(other.shape)}; they are of different runs"
                 )
+
+
+def is_expert(fqn: str) -> bool:
+    """Whether a tensor holds experts, which expert parallelism shares out."""
+    return ".expert_mlps." in fqn
 
 
 class _Reference(Record):

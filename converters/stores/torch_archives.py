@@ -171,9 +171,9 @@ def describe_value(value: object) -> str:
     return f"{type(value).__name__.lstrip('_').lower().replace('plain', 'dict')}{size}"
 
 
-def read_saved(archive: Archive, tensor: TensorRef) -> SavedTensor:
-    """Where the elements of ``tensor`` lie in the file."""
-    offset, _ = place(archive, tensor)
+def read_saved(archive: Archive, tensor: TensorRef, *, by_columns: bool = False) -> SavedTensor:
+    """Where the elements of ``tensor`` lie in the file; ``by_columns`` allows them to lie column by column."""
+    offset, _ = place(archive, tensor, by_columns=by_columns)
     return SavedTensor(tensor.dtype, tensor.shape, archive.start + offset)
 
 

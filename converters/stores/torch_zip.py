@@ -98,6 +98,8 @@ class TensorRef(NamedTuple):
     dtype: str
     offset: int
     shape: Shape
+    is_column_major: bool = False
+    """Of a matrix: its columns follow one another in the storage instead of its rows."""
 
 
 class Archive:
@@ -255,8 +257,16 @@ def locate(read: Read, start: int, length: int, where: str) -> Payload:
     return Payload(start + offset, nbytes, tensor.dtype, tensor.shape)
 
 
-def place(archive: Archive, tensor: TensorRef) -> tuple[int, int]:
-    """(offset from the archive's start, size) of a tensor's elements, bytes; ``SourceError`` if they are not there."""
+def place(archive: Archive, tensor: TensorRef, *, by_columns: bool = False) -> tuple[int, int]:
+    """(offset from the archive's start, size) of a tensor's elements, bytes.
+
+    Raises ``SourceError`` if they are not there, or lie column by column and not ``by_columns``.
+    """
+    if tensor.is_column_major and not by_columns:
+        strides = (1, tensor.shape[0])
+        raise SourceError(
+            f"{archive.where}: the tensor of shape {tensor.shape} is stored with strides {strides}, {_NOT_DENSE}"
+        )
     at = archive.locate(f"data/{tensor.storage.key}")
     stored = archive.records[f"data/{tensor.storage.key}"].nbytes
     width = itemsize(tensor.dtype)
@@ -318,15 +328,24 @@ def _rebuild(args: tuple[object, ...], untyped: bool) -> TensorRef:
             storage = storage._replace(dtype=None, numel=storage.numel * itemsize(storage.dtype))
     if dtype is None or len(strides) != len(shape):
         raise Unfit("a tensor is not made from the values that torch writes")
+    if _is_dense(shape, strides):
+        return TensorRef(storage, dtype, count(args[1]), shape)
+    if len(shape) == 2 and _is_dense(shape[::-1], strides[::-1]):
+        return TensorRef(storage, dtype, count(args[1]), shape, is_column_major=True)
+    raise Unfit(f"the tensor of shape {shape} is stored with strides {strides}, {_NOT_DENSE}")
+
+
+_NOT_DENSE = "not row by row; save it again after calling contiguous() on it"
+
+
+def _is_dense(shape: Shape, strides: Shape) -> bool:
+    """Whether the last dim runs through the storage element by element, and each other dim over whole ones."""
     dense = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size > 1 and stride != dense and 0 not in shape:
-            raise Unfit(
-                f"the tensor of shape {shape} is stored with strides {strides}, not row by row; save it again after "
-                "calling contiguous() on it"
-            )
+            return False
         dense *= size
-    return TensorRef(storage, dtype, count(args[1]), shape)
+    return True
 
 
 def _hooks(args: tuple[object, ...]) -> dict[object, object]:

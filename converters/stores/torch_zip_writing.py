@@ -6,9 +6,11 @@ import math
 import pickle
 import struct
 import zlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from ..boxes import Shape
+from ..boxes import Shape, TensorSpec
 from ..dtypes import TORCH_NAME, itemsize
 from .pickle_writing import integer
 from .torch_zip import ALIGNMENT, CENTRAL, DESCRIPTOR_FOLLOWS, END, END64, LOCAL, LOCATOR, MAX32, STORAGE_CLASS
@@ -36,6 +38,58 @@ def value_archive(value: object) -> bytes:
     """The archive of numbers, strings, bytes, lists, tuples and dicts, as torch pickles them."""
     content, directory = _beginning(pickle.dumps(value, protocol=2))
     return bytes(content) + _ending(len(content), directory, 5)
+
+
+class StateArchive(NamedTuple):
+    """The archive of a dict of tensors: all its bytes but the tensors' elements, and where these go."""
+
+    frames: list[tuple[int, bytes]]
+    offsets: dict[str, int]
+    size: int
+
+    def places(self) -> tuple[dict[str, int], int]:
+        """Bytes from the file's start to each tensor's first element, and the size of the file."""
+        return self.offsets, self.size
+
+    def seals(self) -> Iterator[tuple[int, bytes]]:
+        """What is not a tensor's elements."""
+        return iter(self.frames)
+
+
+def state_archive(specs: Sequence[TensorSpec]) -> StateArchive:
+    """What ``torch.save`` makes of a dict of tensors, each with a storage of its own; CRCs as in ``frame``."""
+    content, directory = _beginning(_state_pickle(specs))
+    frames, offsets, at = [(0, bytes(content))], {}, len(content)
+    for number, spec in enumerate(specs):
+        header, descriptor, entry = _record(f"data/{number}", at, spec.nbytes, 0)
+        frames.append((at, header))
+        offsets[spec.name] = at + len(header)
+        at += len(header) + spec.nbytes
+        frames.append((at, descriptor))
+        at += len(descriptor)
+        directory += entry
+    end = _ending(at, directory, 5 + len(specs))
+    frames.append((at, end))
+    return StateArchive(frames, offsets, at + len(end))
+
+
+def _state_pickle(specs: Sequence[TensorSpec]) -> bytes:
+    """``data.pkl`` of a dict of tensors, pickle protocol 2."""
+
+    def text(value: str) -> bytes:
+        raw = value.encode()
+        return b"X" + struct.pack("<L", len(raw)) + raw
+
+    out = bytearray(b"\x80\x02}(")
+    for number, spec in enumerate(specs):
+        shape = spec.shape
+        strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
+        out += text(spec.name) + b"ctorch._utils\n_rebuild_tensor_v2\n((" + text("storage")
+        out += f"ctorch\n{STORAGE_CLASS[spec.dtype]}\n".encode() + text(str(number)) + text("cpu")
+        out += integer(math.prod(shape)) + b"tQ" + integer(0)
+        out += b"(" + b"".join(map(integer, shape)) + b"t(" + b"".join(map(integer, strides)) + b"t"
+        out += b"\x89ccollections\nOrderedDict\n)RtR"
+    return bytes(out + b"u.")
 
 
 def _beginning(data: bytes) -> tuple[bytearray, bytearray]:

@@ -14,7 +14,8 @@ import click
 from .values import Flavor, FormatName, Place, Setting, Size, TitanSchema
 
 if TYPE_CHECKING:
-    from qwen3conv.converters.policies import Choices, OptimizerForm
+    from qwen3conv.converters.policies import Choices, KvHeads, OptimizerForm
+    from qwen3conv.converters.stores.nxd_bindings import Queries
 
 Function = Callable[..., None]
 
@@ -48,6 +49,8 @@ class Options:
     ep: int = 1
     pp: int = 1
     layout: str | None = None
+    kv_heads: KvHeads | None = None
+    query_heads: Queries | None = None
     optimizer: OptimizerForm | None = None
     """Of ``upgrade``, which carries the training state too."""
     overwrite: bool = False
@@ -71,6 +74,8 @@ class Options:
             raise click.UsageError(f"--titan-schema is for --to titan, not {to}")
         if self.layout is not None and to != "ranks":
             raise click.UsageError(f"--layout is for rank files, whose names it chooses; {to} has its own")
+        if self.kv_heads is not None and not to.startswith("nxd"):
+            raise click.UsageError(f"--kv-heads is for nxd shards, not {to}")
         is_cut = FORMATS[to].is_per_rank or self.tp * self.fsdp * self.ep * self.pp > 1
         if self.shard_size is not None and is_cut:
             raise click.UsageError("--shard-size is for whole checkpoints; of one that is cut, each rank has a file")
@@ -100,6 +105,8 @@ class Options:
             flavor=self.flavor,
             mesh=Mesh(tp=self.tp, fsdp=self.fsdp, ep=self.ep, pp=self.pp),
             rank_layout=self.layout or Choices().rank_layout,
+            kv_heads=self.kv_heads,
+            query_heads=self.query_heads,
             optimizer=self.optimizer,
         )
 
@@ -222,6 +229,14 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
         ),
     ),
     (
+        "query_heads",
+        click.option(
+            "--query-heads",
+            type=click.Choice(["follow", "natural"]),
+            help="Of NxD shards that repeat key-value heads: do query heads follow them, or lie in natural order?",
+        ),
+    ),
+    (
         "flavor",
         click.option(
             "--flavor",
@@ -260,6 +275,14 @@ _MESH: tuple[tuple[str, Callable[[Function], Function]], ...] = (
             "--layout",
             type=click.Choice(["hf", "hf-fused", "titan"]),
             help="Names and fusion inside rank files. Default: hf-fused, what transformers 5 holds in memory.",
+        ),
+    ),
+    (
+        "kv_heads",
+        click.option(
+            "--kv-heads",
+            type=click.Choice(["tiled", "interleaved"]),
+            help="How nxd shards repeat key-value heads when tp exceeds them: as on trn1, or as on trn2.",
         ),
     ),
 )

@@ -12,7 +12,14 @@ from .command import Command
 from .conversion import run_conversion
 from .options import DESTINATION, Options, conversion_options, source_argument, to_option
 
-_TARGETS = {"ranks": "ranks", "dcp": "titan", "vllm": "vllm"}
+_TARGETS = {
+    "ranks": "ranks",
+    "dcp": "titan",
+    "vllm": "vllm",
+    "nxd": "nxd",
+    "nxd-v1": "nxd-v1",
+    "nxd-inference": "nxd-inference",
+}
 
 Function = Callable[..., Any]
 
@@ -23,7 +30,8 @@ def _format_option(function: Function) -> Function:
         "target",
         type=click.Choice(list(_TARGETS)),
         default="ranks",
-        help="Rank files and an index (ranks, the default), a torchtitan DCP with a file per rank, or vLLM's ranks.",
+        help="Rank files and an index (ranks, the default), a torchtitan DCP with a file per rank, vLLM's ranks, "
+        "neuronx-distributed's training shards (v2 or v1), or NxD Inference's.",
     )(function)
 
 
