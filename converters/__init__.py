@@ -13,9 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .config import Qwen3Config, read_config
     from .conversion import carry_out
-    from .detection import Checkpoint, open_checkpoint
+    from .detection import open_checkpoint
     from .errors import ConversionError
     from .formats import FORMATS
     from .geometry import Geometry
@@ -50,7 +51,8 @@ __all__ = [
 _MODULES = {
     "config": ("Qwen3Config", "read_config"),
     "conversion": ("carry_out",),
-    "detection": ("Checkpoint", "open_checkpoint"),
+    "checkpoint": ("Checkpoint",),
+    "detection": ("open_checkpoint",),
     "errors": ("ConversionError",),
     "formats": ("FORMATS",),
     "geometry": ("Geometry",),

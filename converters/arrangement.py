@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from .boxes import TensorSpec
+from .checkpoint import Checkpoint
 from .config_json import LARGEST_FILE, read_json_object
-from .detection import Checkpoint
 from .errors import PolicyError, enumerate_problems
 from .formats import Format
 from .geometry import Geometry

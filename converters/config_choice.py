@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from .boxes import Shape
+from .checkpoint import Checkpoint, find_config
 from .config import compare_geometry, compare_maths, read_config
 from .config_derive import derive_config
 from .config_styles import render_config
-from .detection import Checkpoint, find_config, open_checkpoint
+from .detection import open_checkpoint
 from .dtypes import TORCH_NAME
 from .errors import PolicyError, SourceError, enumerate_problems
 from .formats import Format

@@ -25,6 +25,7 @@ class Files:
     def __init__(self, folder: Path, flags: int) -> None:
         self._folder, self._flags = folder, flags
         self._open: dict[str, int] = {}
+        self._writing: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def __enter__(self) -> Files:
@@ -79,20 +80,29 @@ class Files:
             done += count
 
     def write_from(self, name: str, offset: int, view: memoryview) -> None:
-        """Write all of ``view`` at ``offset`` bytes into the file."""
+        """Write all of ``view`` at ``offset`` bytes into the file.
+
+        One thread at a time: the kernel lets no more into a file, and those who wait there spin.
+        """
         descriptor, done = self.descriptor(name), 0
-        while done < len(view):
-            try:
-                done += os.pwrite(descriptor, view[done:], offset + done)
-            except OSError as error:
-                raise write_failed(self._folder / name, error) from error
+        with self._turn(name):
+            while done < len(view):
+                try:
+                    done += os.pwrite(descriptor, view[done:], offset + done)
+                except OSError as error:
+                    raise write_failed(self._folder / name, error) from error
+
+    def _turn(self, name: str) -> threading.Lock:
+        with self._lock:
+            return self._writing.setdefault(name, threading.Lock())
 
     def copy_range(self, source: int, begin: int, name: str, offset: int, count: int) -> int:
         """Bytes, of ``count`` at most, that the kernel copied here from another file's descriptor; 0 if it cannot."""
         if not hasattr(os, "copy_file_range"):
             return 0
         try:
-            return os.copy_file_range(source, self.descriptor(name), count, begin, offset)
+            with self._turn(name):
+                return os.copy_file_range(source, self.descriptor(name), count, begin, offset)
         except OSError:  # another file system, a kernel or a file that has no such thing, a full disk
             return 0
 

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .detection import Checkpoint, locate_checkpoint, open_checkpoint
+from .checkpoint import Checkpoint
+from .detection import open_checkpoint
 from .dtypes import TORCH_NAME
 from .errors import ConversionError
 from .formats import FORMATS
+from .location import locate_checkpoint
 from .names import natural_key
 from .policies import Choices, settle
 from .stores.staging import JOURNAL

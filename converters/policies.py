@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .detection import Checkpoint
+from .checkpoint import Checkpoint
 from .dtypes import TORCH_NAME
 from .errors import PolicyError, SourceError, enumerate_problems
 from .parameters import EMBEDDING, EXPERT_BIAS, HEAD, describe

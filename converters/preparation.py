@@ -13,8 +13,8 @@ import xxhash
 
 from .arrangement import arrange, arrange_by_rank, arrange_chunked, decide_head, output_specs, ranked
 from .boxes import Shape
+from .checkpoint import Checkpoint
 from .config_choice import open_with_config, output_config, settle_with_config, trap_policies
-from .detection import Checkpoint
 from .errors import DestinationError, PolicyError, SourceError
 from .execution import BUFFERS_PER_WORKER
 from .formats import Format, writable_format
@@ -166,7 +166,7 @@ def prepare(
     geometry = replace(checkpoint.geometry, vocab_size=choices.vocab_rows or checkpoint.geometry.vocab_size)
     repeats = choices.mesh.tp > geometry.num_key_value_heads
     layout = target.layout(choices.titan_schema, choices.rank_layout, repeats=repeats)
-    _check_cut(target, geometry, choices)
+    _check_cut(target, geometry, choices, tied=settled.tied)
     bound = list(bind(layout, geometry, tied=settled.tied))
     carried = NOTHING
     if choices.optimizer is not None:
@@ -254,10 +254,15 @@ def _promised(checkpoint: Checkpoint, choices: Choices) -> dict[str, str]:
     return {name: digest for name, digest in digests.items() if digest is not None and name not in cut}
 
 
-def _check_cut(target: Format, geometry: Geometry, choices: Choices) -> None:
+def _check_cut(target: Format, geometry: Geometry, choices: Choices, *, tied: bool) -> None:
     if target.store == "safetensors" and choices.mesh != ONE_RANK:
         raise PolicyError(f"format {target.name} holds whole tensors; write ranks or titan to cut for {choices.mesh}")
     check_mesh(choices.mesh, geometry)
+    if tied and choices.mesh.pp > 1 and not target.layout(choices.titan_schema, choices.rank_layout).stores_tied_head:
+        raise PolicyError(
+            f"--pp {choices.mesh.pp}: the head is tied to the embeddings in the first stage, and the last stage needs "
+            "it too; cut without --pp"
+        )
     if target.store == "vllm":
         check_vllm(choices.mesh, geometry)
     if target.store == "nxd-inference" and choices.mesh != Mesh(tp=choices.mesh.tp):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import xxhash
 
 from .boxes import StoredTensor
-from .detection import NOT_MODEL, Checkpoint
+from .checkpoint import NOT_MODEL, Checkpoint
 from .errors import MappingError, SourceError, enumerate_problems
 from .layouts import FUSED, TITAN_OPTIMIZERS, Binding, Layout, bind
 from .names import natural_key, split_indices, unwrapped

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .boxes import StoredTensor, TensorSpec
-from .detection import Checkpoint
+from .checkpoint import Checkpoint
 from .errors import PolicyError, enumerate_problems
 from .layouts import FUSED, TITAN_OPTIMIZERS, TITAN_SCHEMAS, Binding, Layout
 from .parameters import HEAD

@@ -12,7 +12,7 @@ import xxhash
 
 from .blocks import BLOCK_BYTES, Buffer, gather, rows_per_block
 from .casts import FLOATS, widen
-from .detection import NOT_MODEL
+from .checkpoint import NOT_MODEL
 from .dtypes import TORCH_NAME, itemsize
 from .errors import SourceError, VerifyError, enumerate_problems
 from .execution import Advance, load_scales, run

@@ -19,10 +19,10 @@ import pytest
 
 from examples import demo
 from qwen3conv.converters import refusals
-from qwen3conv.converters.detection import locate_checkpoint
 from qwen3conv.converters.errors import SourceError
 from qwen3conv.converters.formats import FORMATS
 from qwen3conv.converters.layouts import TITAN_SCHEMAS
+from qwen3conv.converters.location import locate_checkpoint
 from qwen3conv.tools.cli.main import cli
 from qwen3conv.tools.generate import generate
 from qwen3conv.tools.parity import ParityReport

@@ -319,6 +319,13 @@ def test_the_index_cannot_name_files_elsewhere(place: Path) -> None:
 # -- meshes that are asked for -----------------------------------------------------------------------------------------
 
 
+def test_a_tied_head_is_not_cut_into_pipeline_stages(place: Path) -> None:
+    write_tiny(place / "source", DENSE, tied=True)
+    for kind in ("ranks", "titan"):
+        with pytest.raises(PolicyError, match="the last stage needs it too"):
+            prepare(place / "source", place / "out", kind, Choices(mesh=Mesh(pp=2)))
+
+
 @pytest.mark.parametrize(
     ("geometry", "arguments", "reasons"),
     [

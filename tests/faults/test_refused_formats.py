@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from qwen3conv.converters.boxes import TensorSpec
-from qwen3conv.converters.detection import locate_checkpoint, open_checkpoint
+from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import ConversionError, MappingError, SourceError
 from qwen3conv.converters.geometry import Geometry
+from qwen3conv.converters.location import locate_checkpoint
 from qwen3conv.converters.parameters import logical_parameters
 from qwen3conv.converters.stores.dcp_writing import arrange_dcp
 from tests.faults.conftest import DENSE, MOE, Run, convert, write_source

@@ -216,17 +216,16 @@ def test_presharded_weights_merge_to_the_whole_model(whole: Path, tmp_path: Path
 
 
 def test_from_one_kind_of_ranks_to_another_without_a_whole_copy(whole: Path, tmp_path: Path) -> None:
+    steps: list[tuple[str, dict[str, Any]]] = [
+        ("nxd", {"mesh": Mesh(tp=6), "kv_heads": "tiled"}),
+        ("ranks", {"mesh": Mesh(tp=2, fsdp=2)}),
+        ("nxd-inference", {"mesh": Mesh(tp=2)}),
+        ("titan", {"mesh": Mesh(fsdp=4)}),
+        ("nxd-v1", {"mesh": Mesh(tp=1, pp=2)}),
+        ("hf", {}),
+    ]
     last = whole
-    for number, (kind, choices) in enumerate(
-        [
-            ("nxd", {"mesh": Mesh(tp=6), "kv_heads": "tiled"}),
-            ("ranks", {"mesh": Mesh(tp=2, fsdp=2)}),
-            ("nxd-inference", {"mesh": Mesh(tp=2)}),
-            ("titan", {"mesh": Mesh(fsdp=4)}),
-            ("nxd-v1", {"mesh": Mesh(tp=1, pp=2)}),
-            ("hf", {}),
-        ]
-    ):
+    for number, (kind, choices) in enumerate(steps):
         convert(last, tmp_path / str(number), kind, **choices)
         last = tmp_path / str(number)
     assert differing(read_tensors(last), read_tensors(whole)) == []

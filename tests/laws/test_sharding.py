@@ -36,8 +36,11 @@ Tensors = dict[str, Any]
 
 
 @st.composite
-def meshes(draw: st.DrawFn, geometry: Geometry) -> Mesh:
-    """Any mesh that can hold the model: uneven and empty FSDP shards, repeated KV heads, EP over a stage's ranks."""
+def meshes(draw: st.DrawFn, geometry: Geometry, *, tied: bool = False) -> Mesh:
+    """Any mesh that can hold the model: uneven and empty FSDP shards, repeated KV heads, EP over a stage's ranks.
+
+    A tied head is not for pipelines.
+    """
     heads, kv_heads = geometry.num_attention_heads, geometry.num_key_value_heads
     tp = draw(
         st.sampled_from([n for n in range(1, heads + 1) if not heads % n and not (kv_heads % n and n % kv_heads)])
@@ -45,7 +48,8 @@ def meshes(draw: st.DrawFn, geometry: Geometry) -> Mesh:
     fsdp = draw(st.integers(1, 4))
     degrees = [n for n in range(1, (geometry.num_experts or 1) + 1) if not (geometry.num_experts or 1) % n]
     ep = draw(st.sampled_from([n for n in degrees if not fsdp * tp % n]))
-    return Mesh(tp=tp, fsdp=fsdp, ep=ep, pp=draw(st.integers(1, min(2, geometry.num_hidden_layers))))
+    stages = 1 if tied else min(2, geometry.num_hidden_layers)
+    return Mesh(tp=tp, fsdp=fsdp, ep=ep, pp=draw(st.integers(1, stages)))
 
 
 def read_file(path: Path) -> Tensors:
@@ -122,7 +126,7 @@ def test_shard_reshard_and_merge_restore_every_file(
         steps = [root / "source"]
         for number, kind in enumerate((first, second)):
             to, layout = ("titan", "hf") if kind == "dcp" else ("ranks", kind)
-            mesh = data.draw(meshes(geometry), label="mesh")
+            mesh = data.draw(meshes(geometry, tied=tied), label="mesh")
             options = {"mesh": mesh, "rank_layout": layout, "titan_schema": schema}
             steps.append(run(steps[-1], root / str(number), to, **options))
         steps.append(run(steps[-1], root / "back", "hf"))
@@ -149,7 +153,7 @@ def test_a_dcp_holds_key_and_value_heads_once_that_ranks_share_in_a_fused_tensor
 def test_a_rank_file_holds_exactly_the_boxes_that_the_index_says(
     layout: str, data: st.DataObject, geometry: Geometry, tied: bool, schema: str
 ) -> None:
-    mesh = data.draw(meshes(geometry), label="mesh")
+    mesh = data.draw(meshes(geometry, tied=tied), label="mesh")
     with scratch() as root:
         write_tiny(root / "source", geometry, tied=tied, shard_bytes=300)
         ranks = run(root / "source", root / "ranks", "ranks", mesh=mesh, rank_layout=layout, titan_schema=schema)

@@ -126,8 +126,8 @@ def run_conversion(
 
 def _check_direction(folder: Path, source: str, destination: Path, refuses: str) -> None:
     """Refuse a source of the very kind that the command makes."""
-    from qwen3conv.converters.detection import locate_checkpoint
     from qwen3conv.converters.errors import SourceError
+    from qwen3conv.converters.location import locate_checkpoint
 
     _, store = locate_checkpoint(folder)
     is_dcp = store == "dcp"
