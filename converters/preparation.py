@@ -258,7 +258,7 @@ def _check_cut(target: Format, geometry: Geometry, choices: Choices, *, tied: bo
     if target.store == "safetensors" and choices.mesh != ONE_RANK:
         raise PolicyError(f"format {target.name} holds whole tensors; write ranks or titan to cut for {choices.mesh}")
     check_mesh(choices.mesh, geometry)
-    if tied and choices.mesh.pp > 1 and not target.layout(choices.titan_schema, choices.rank_layout).stores_tied_head:
+    if tied and choices.mesh.pp > 1 and target.store == "ranks":
         raise PolicyError(
             f"--pp {choices.mesh.pp}: the head is tied to the embeddings in the first stage, and the last stage needs "
             "it too; cut without --pp"

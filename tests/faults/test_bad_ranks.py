@@ -321,9 +321,9 @@ def test_the_index_cannot_name_files_elsewhere(place: Path) -> None:
 
 def test_a_tied_head_is_not_cut_into_pipeline_stages(place: Path) -> None:
     write_tiny(place / "source", DENSE, tied=True)
-    for kind in ("ranks", "titan"):
+    for layout in ("hf", "hf-fused", "titan"):
         with pytest.raises(PolicyError, match="the last stage needs it too"):
-            prepare(place / "source", place / "out", kind, Choices(mesh=Mesh(pp=2)))
+            prepare(place / "source", place / "out", "ranks", Choices(mesh=Mesh(pp=2), rank_layout=layout))
 
 
 @pytest.mark.parametrize(
