@@ -16,7 +16,7 @@ from .geometry import Geometry
 from .layouts import Binding, Layout
 from .manifest import ASSETS
 from .parameters import HEAD
-from .placement import Mesh, rank_bindings
+from .placement import Mesh, bindings_by_rank
 from .planning import Table
 from .policies import Choices, Policy, Settled, output_dtype
 from .rank_index import chunk_owners, index_json
@@ -142,14 +142,14 @@ def ranked(
 ) -> list[list[Binding]]:
     """What each rank holds of the tensors in ``whole``."""
     names = {binding.name for binding in whole}
+    held: list[list[Binding]] = [[] for _ in range(choices.mesh.ranks)]
     if not target.store.startswith("nxd"):
-        return [
-            [b for b in rank_bindings(layout, geometry, choices.mesh, rank, tied=tied) if b.name in names]
-            for rank in range(choices.mesh.ranks)
-        ]
+        for at, binding in bindings_by_rank(layout, geometry, choices.mesh, tied=tied):
+            if binding.name in names:
+                held[at].append(binding)
+        return held
     mesh = written_mesh(choices.mesh)
     heads = made_heads(geometry, mesh.tp, "interleaved" if target.store == "nxd-inference" else choices.kv_heads)
-    held: list[list[Binding]] = [[] for _ in range(mesh.ranks)]
     for binding in nxd_bindings(layout, geometry, heads, mesh, nxd_stages(geometry, mesh.pp), tied=tied):
         rank, _, fqn = binding.name.partition("/")
         if fqn in names:

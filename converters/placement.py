@@ -14,8 +14,10 @@ torchtitan 0.3.0, ``distributed/parallel_dims.py`` (mesh order), ``distributed/f
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from .boxes import Box, Shape
@@ -25,6 +27,15 @@ from .layouts import Binding, Layout, bind
 from .layouts.vllm import VOCAB_PADDING
 from .ops import Piece
 from .parameters import BY_NAME, EMBEDDING
+
+
+class Boxes(dict[Box, Box]):
+    """One object per box: layers and ranks repeat the same few."""
+
+    def __missing__(self, box: Box) -> Box:
+        self[box] = box
+        return box
+
 
 CUT_BY_TP = frozenset("VQKIM")
 """Axes that tensor parallelism cuts. Each parameter has at most one of them: column-parallel where it is dim 0,
@@ -136,17 +147,39 @@ def rank_bindings(layout: Layout, geometry: Geometry, mesh: Mesh, rank: int, *, 
     A tensor of which the rank holds nothing (another stage's layer, another rank's experts, an empty FSDP shard) is
     left out.
     """
-    place = mesh.place(rank)
+    place, boxes = mesh.place(rank), Boxes()
+    for binding in _parallel_bindings(layout, geometry, mesh, place, tied=tied):
+        local = _cut_fsdp(binding, geometry, mesh, place, boxes)
+        if local is not None:
+            yield local
+
+
+def bindings_by_rank(layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool) -> Iterator[tuple[int, Binding]]:
+    """The same for all ranks, a rank's in order. What ranks share before FSDP cuts it is worked out once."""
+    boxes = Boxes()
+    groups: dict[tuple[int, int, int], list[tuple[int, Place]]] = {}
+    for rank in range(mesh.ranks):
+        place = mesh.place(rank)
+        groups.setdefault((place.pp, place.tp, place.ep), []).append((rank, place))
+    for members in groups.values():
+        for binding in _parallel_bindings(layout, geometry, mesh, members[0][1], tied=tied):
+            for rank, place in members:
+                local = _cut_fsdp(binding, geometry, mesh, place, boxes)
+                if local is not None:
+                    yield rank, local
+
+
+def _parallel_bindings(
+    layout: Layout, geometry: Geometry, mesh: Mesh, place: Place, *, tied: bool
+) -> Iterator[Binding]:
+    """What pipeline, tensor and expert parallelism leave of each tensor."""
 
     def cut(template: str, shape: Shape, indices: Mapping[str, int]) -> Box | None:
         if _stage(template, indices, geometry, mesh) != place.pp:
             return None
         return _cut_parallel(template, shape, indices, geometry, mesh, place)
 
-    for binding in bind(layout, geometry, tied=tied, cut=cut):
-        local = _cut_fsdp(binding, geometry, mesh, place)
-        if local is not None:
-            yield local
+    return bind(layout, geometry, tied=tied, cut=cut)
 
 
 def rank_name(rank: int, fqn: str) -> str:
@@ -156,9 +189,8 @@ def rank_name(rank: int, fqn: str) -> str:
 
 def mesh_bindings(layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool) -> Iterator[Binding]:
     """What every rank stores, each tensor under its ``rank_name``."""
-    for rank in range(mesh.ranks):
-        for binding in rank_bindings(layout, geometry, mesh, rank, tied=tied):
-            yield binding._replace(name=rank_name(rank, binding.name))
+    for rank, binding in bindings_by_rank(layout, geometry, mesh, tied=tied):
+        yield binding._replace(name=rank_name(rank, binding.name))
 
 
 def _degrees(mesh: Mesh) -> Iterator[tuple[str, int]]:
@@ -204,7 +236,7 @@ def _heads(axis: str, geometry: Geometry, tp: int, rank: int) -> range | None:
     return range(first * geometry.head_dim, (first + count) * geometry.head_dim)
 
 
-def _cut_fsdp(binding: Binding, geometry: Geometry, mesh: Mesh, place: Place) -> Binding | None:
+def _cut_fsdp(binding: Binding, geometry: Geometry, mesh: Mesh, place: Place, boxes: Boxes) -> Binding | None:
     """What FSDP2 leaves of a rank's tensor: rows, or dim 1 of stacked experts if there are more ranks than experts."""
     if binding.rule.optional:  # a buffer, which FSDP does not shard
         return binding
@@ -220,17 +252,20 @@ def _cut_fsdp(binding: Binding, geometry: Geometry, mesh: Mesh, place: Place) ->
     start, size = [0] * len(binding.shape), list(binding.shape)
     start[dim], size[dim] = mine.start, len(mine)
     local = Box(tuple(start), tuple(size))
-    return Binding(binding.name, local.size, tuple(_inside(binding.pieces, local)), binding.rule)
+    return Binding(binding.name, local.size, tuple(_inside(binding.pieces, local, boxes)), binding.rule)
 
 
-def _inside(pieces: Sequence[Piece], local: Box) -> Iterator[Piece]:
-    """What of ``pieces`` lies in ``local``, counted from its start."""
+def _inside(pieces: Sequence[Piece], local: Box, boxes: Boxes) -> Iterator[Piece]:
+    """What of ``pieces``, which are in order of their first dim, lies in ``local``, counted from its start."""
     back = tuple(-start for start in local.start)
-    for piece in pieces:
+    first = bisect_right(pieces, local.start[0], key=lambda piece: piece.stored.stop[0])
+    for piece in islice(pieces, first, None):
+        if piece.stored.start[0] >= local.stop[0]:
+            return
         common = piece.stored.intersect(local)
         if common is None:
             continue
         dims = len(piece.box.size)
         inner = tuple(c - s for c, s in zip(common.start[-dims:], piece.stored.start[-dims:], strict=True))
         box = Box(tuple(a + b for a, b in zip(piece.box.start, inner, strict=True)), common.size[-dims:])
-        yield Piece(piece.name, box, common.shifted(back))
+        yield Piece(piece.name, boxes[box], boxes[common.shifted(back)])

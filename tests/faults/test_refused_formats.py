@@ -170,37 +170,6 @@ FILES: dict[str, tuple[tuple[str, ...], str, str]] = {
         "holds no checkpoint itself",
         "actor does",
     ),
-    "NxD Inference": (
-        ("tp0_sharded_checkpoint.safetensors", "tp1_sharded_checkpoint.safetensors"),
-        "NxD Inference",
-        "compiled from",
-    ),
-    "NxD Inference's folder": (
-        ("weights/tp0_sharded_checkpoint.safetensors", "model.neuron", "neuron_config.json"),
-        "NxD Inference",
-        "compiled from",
-    ),
-    "NxD": (
-        ("dp_rank_00_tp_rank_00_pp_rank_00.pt", "dp_rank_00_tp_rank_01_pp_rank_00.pt"),
-        "neuronx-distributed",
-        "consolidate",
-    ),
-    "NxD's folder": (
-        ("shards/model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "mp_metadata_pp_rank_0.json"),
-        "neuronx-distributed",
-        "consolidate",
-    ),
-    "NxD's folder with nothing beside": (
-        ("shards/model/dp_rank_00_tp_rank_00_pp_rank_00.pt",),
-        "neuronx-distributed",
-        "consolidate",
-    ),
-    "NxD xser": (
-        ("model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_0.pt", "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"),
-        "neuronx-distributed",
-        "consolidate",
-    ),
-    "NxD's older form": (("tp_rank_00_pp_rank_00/checkpoint.pt",), "neuronx-distributed", "consolidate"),
     "torchtune": (("hf_model_0001_0.pt", "hf_model_0002_0.pt"), "torchtune", "safetensors"),
     "torchtune's recipe state": (("recipe_state/recipe_state.pt",), "torchtune", "safetensors"),
     "torchtune's adapter": (("adapter_0.pt",), "torchtune", "PEFT"),
@@ -220,7 +189,7 @@ def test_a_known_format_is_refused_by_its_name_with_the_next_step(case: str, pla
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("case", ["GGUF", "DeepSpeed", "an adapter", "Megatron-Core", "NxD"])
+@pytest.mark.parametrize("case", ["GGUF", "DeepSpeed", "an adapter", "Megatron-Core", "torchtune"])
 def test_the_command_line_says_the_same(case: str, place: Path, command: Run) -> None:
     make(place / "given", FILES[case][0])
     for words in (["hf-to-dcp", "given", "out"], ["dcp-to-hf", "given", "out"], ["inspect", "given"]):
