@@ -29,6 +29,7 @@ from .output import WIDTH, printable
 from .parity import parity
 from .proof import diff, fingerprint, verify
 from .sharding import merge, reshard, shard
+from .train import train
 from .upgrade import upgrade
 
 NAME = "qwen3conv"
@@ -91,7 +92,7 @@ def cli() -> None:
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, completion):
+for _command in (*_CONVERTING, *_PROVING, train, completion):
     cli.add_command(_command)
 
 

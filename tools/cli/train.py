@@ -1,0 +1,191 @@
+"""``train``: continue the training of a checkpoint with torchtitan, and export what came of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from .command import Command
+from .options import DESTINATION, json_option
+from .output import note, print_json, say, warn
+from .values import Place
+
+if TYPE_CHECKING:
+    from qwen3conv.converters.config import Qwen3Config
+    from qwen3conv.training.launch import Run
+
+_DTYPES = ("source", "float32", "bfloat16")
+
+
+@click.command(
+    cls=Command,
+    example="qwen3conv train --from Qwen/Qwen3-0.6B --data text.jsonl --output run --seq-len 2048 --steps 100 --fsdp 2",
+    context_settings={"ignore_unknown_options": True},
+)
+@click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
+@click.option(
+    "--data", type=click.Path(path_type=Path), required=True, help="Rows with a column text: .jsonl or .parquet."
+)
+@click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
+@click.option("--recipe", type=click.Choice(["pretrain", "tiny"]), default="pretrain", help="What to begin from.")
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Steps in all, those before included.")
+@click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.")
+@click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Sequences per step, of all ranks.")
+@click.option("--local-batch-size", type=click.IntRange(min=1), metavar="N", help="At a time on one rank.")
+@click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X", help="AdamW's peak rate.")
+@click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="Steps between checkpoints.")
+@click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
+@click.option("--fsdp", type=click.IntRange(1), default=1, metavar="N", help="FSDP2 ranks.")
+@click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel ranks, of fsdp * tp.")
+@click.option("--device", type=click.Choice(["neuron", "cuda", "cpu"]), help="Default: the best that is there.")
+@click.option("--balance-experts", is_flag=True, help="Train MoE's routing bias, which an export cannot hold.")
+@click.option("--dtype", type=click.Choice(_DTYPES), default="source", help="Of the export.")
+@click.option("--no-export", is_flag=True, help="Leave torchtitan's checkpoint as it is.")
+@click.option("--print", "prints", is_flag=True, help="Print the command that would train, and do nothing.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN_FLAGS]...")
+@json_option
+def train(
+    source: str,
+    data: Path,
+    output: Path,
+    recipe: str,
+    steps: int | None,
+    seq_len: int | None,
+    batch_size: int | None,
+    local_batch_size: int | None,
+    learning_rate: float | None,
+    save_every: int | None,
+    tp: int,
+    fsdp: int,
+    ep: int,
+    device: str | None,
+    balance_experts: bool,
+    dtype: str,
+    no_export: bool,
+    prints: bool,
+    flags: tuple[str, ...],
+    json: bool,
+) -> None:
+    """Train a checkpoint of any format on text with torchtitan, and export it.
+
+    SRC becomes RUN/source, which torchtitan loads; its checkpoints go to RUN/checkpoint, the trained model to
+    RUN/export, and what happened to RUN/run.json. The same command again goes on where the run stopped, on another mesh
+    too. Further flags are torchtitan's own.
+    """
+    from qwen3conv.converters.placement import Mesh
+    from qwen3conv.training.launch import Run, check_run, read_record, typed
+
+    run = Run(
+        output,
+        data,
+        recipe,
+        steps,
+        seq_len,
+        batch_size,
+        local_batch_size,
+        learning_rate,
+        save_every,
+        Mesh(tp=tp, fsdp=fsdp, ep=ep),
+        device,
+        balance_experts,
+        flags,
+    )
+    place, config = _look(source)
+    check_run(run, config)
+    if prints:
+        say(typed(run.command()))
+        return
+    _require_training()
+    _make_source(run, place, source)
+    if run.changes_data_ranks():
+        warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
+    note(f"training: {typed(run.command())}")
+    ended = subprocess.run(run.command(), stdout=2, check=False)  # torchtitan's log is no result
+    if ended.returncode:
+        raise click.ClickException(
+            f"training ended with code {ended.returncode}; what it said is above, and what it saved is in "
+            f"{run.folder / 'checkpoint'}: the same command goes on from there"
+        )
+    if not no_export:
+        _export(run, config, dtype)
+    record = read_record(run.record)
+    if json:
+        print_json({"run": str(run.folder), "export": None if no_export else str(run.export), "record": record})
+        return
+    found = list(record["steps"].items())  # type: ignore[attr-defined]
+    if found:
+        first, last = found[0], found[-1]
+        say(f"{run.folder}: step {first[0]} loss {first[1]['loss']:.4f}, step {last[0]} loss {last[1]['loss']:.4f}")
+    if not no_export:
+        say(f"The trained model: {run.export}")
+
+
+def _look(source: str) -> tuple[Path, Qwen3Config]:
+    """The checkpoint's folder and its config, without which nothing can be trained."""
+    from qwen3conv.converters.detection import open_checkpoint
+    from qwen3conv.converters.errors import SourceError
+    from qwen3conv.tools.hub import resolve_source
+
+    checkpoint = open_checkpoint(resolve_source(source, announce=note).path)
+    if checkpoint.config is None:
+        raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
+    return checkpoint.path, checkpoint.config
+
+
+def _require_training() -> None:
+    import importlib.util
+
+    from qwen3conv.converters.errors import ConversionError
+
+    absent = [name for name in ("torchtitan", "datasets") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
+
+
+def _make_source(run: Run, place: Path, source: str) -> None:
+    """``RUN/source``, unless an earlier try of the same run made it."""
+    from qwen3conv.converters.conversion import carry_out, prepare
+    from qwen3conv.converters.errors import DestinationError, SourceError
+    from qwen3conv.converters.manifest import read_manifest
+
+    if run.source.is_dir():
+        manifest = read_manifest(run.source)
+        if manifest is None or manifest.source.get("trains") != str(place.resolve()):
+            raise DestinationError(f"{run.folder} is a run of another checkpoint than {source}; name another --output")
+        return
+    if run.folder.exists() and any(run.folder.iterdir()):
+        raise DestinationError(f"{run.folder} exists and is no run; name another --output")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    origin = {"path": source, "trains": str(place.resolve())}
+    try:
+        carry_out(prepare(place, run.source, "titan", origin=origin))
+        if not (run.assets / "tokenizer.json").is_file():
+            raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
+    except BaseException:
+        shutil.rmtree(run.source, ignore_errors=True)
+        if not os.listdir(run.folder):
+            run.folder.rmdir()
+        raise
+
+
+def _export(run: Run, config: Qwen3Config, dtype: str) -> None:
+    """The last checkpoint as ``RUN/export``, a Hugging Face folder in the source's dtype."""
+    from qwen3conv.converters.conversion import carry_out, prepare
+    from qwen3conv.converters.dtypes import FROM_TORCH_NAME
+    from qwen3conv.converters.errors import SourceError
+    from qwen3conv.converters.policies import DEFAULTS
+
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
+    step, folder = checkpoints[-1]
+    code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
+    origin = {"path": str(folder), "step": step, "run": str(run.record)}
+    choices = replace(DEFAULTS, like=run.assets, dtype=code)
+    carry_out(prepare(folder, run.export, "hf", choices, origin=origin), overwrite=True)

@@ -1,0 +1,32 @@
+"""``torchrun ... -m qwen3conv.training``: torchtitan's own command line, on a device that is settled first.
+
+``--device neuron|cuda|cpu`` chooses it; everything else is torchtitan's.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from qwen3conv.converters.errors import ConversionError
+
+from .devices import prepare_torchtitan
+
+
+def main(arguments: list[str]) -> None:
+    """Train as torchtitan's command line says."""
+    device: str | None = None
+    if "--device" in arguments:
+        at = arguments.index("--device")
+        device, arguments[at : at + 2] = arguments[at + 1], []
+    try:
+        prepare_torchtitan(device)
+    except ConversionError as error:
+        sys.exit(f"Error: {error}")
+    from torchtitan.train import main as train
+
+    sys.argv[1:] = arguments
+    train()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,175 @@
+"""From a checkpoint of any format to a training run and out again: what is checked, made and run. Nothing heavy loads.
+
+A run is a folder: ``source`` (the start as torchtitan's DCP, with config and tokenizer), ``checkpoint`` (torchtitan's
+own), ``run.json``, and at the end ``export``, a Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
+from qwen3conv.converters.manifest import ASSETS
+from qwen3conv.converters.placement import Mesh, check_mesh
+
+LOSS_CHUNKS = 8
+"""torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
+
+DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as its user asks for it."""
+
+    folder: Path
+    data: Path
+    recipe: str = "pretrain"
+    steps: int | None = None
+    seq_len: int | None = None
+    batch_size: int | None = None
+    """Sequences per step of all ranks together."""
+    local_batch_size: int | None = None
+    learning_rate: float | None = None
+    save_every: int | None = None
+    mesh: Mesh = field(default_factory=Mesh)
+    device: str | None = None
+    balance_experts: bool = False
+    extra: tuple[str, ...] = ()
+    """Flags of torchtitan's own, behind all others."""
+
+    @property
+    def source(self) -> Path:
+        """The start, as torchtitan loads it."""
+        return self.folder / "source"
+
+    @property
+    def assets(self) -> Path:
+        """Config and tokenizer of the start."""
+        return self.source / ASSETS
+
+    @property
+    def export(self) -> Path:
+        """The trained model."""
+        return self.folder / "export"
+
+    @property
+    def record(self) -> Path:
+        """What happened."""
+        return self.folder / "run.json"
+
+    def checkpoints(self) -> list[tuple[int, Path]]:
+        """Whole checkpoints, by step."""
+        found = ((path.name.removeprefix("step-"), path) for path in self.folder.glob("checkpoint/step-*"))
+        return sorted((int(step), path) for step, path in found if step.isdigit() and (path / ".metadata").is_file())
+
+    def command(self) -> list[str]:
+        """``torchrun`` with torchtitan's command line, as it can be typed."""
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--nproc_per_node", str(self.mesh.ranks), "-m", "qwen3conv.training"]
+        words += ["--device", self.device] if self.device is not None else []
+        words += ["--module", "qwen3conv.training.recipes.native", "--config", self.recipe]
+        for flag, value in self._flags().items():
+            words += [f"--{flag}", str(value)]
+        words += ["--balance_experts"] if self.balance_experts else []
+        if self.changes_data_ranks():
+            words += ["--checkpoint.exclude_from_loading", "dataloader"]
+        return [*words, *self.extra]
+
+    def _flags(self) -> dict[str, object]:
+        given = {
+            "training.steps": self.steps,
+            "training.local_batch_size": self.local_batch_size,
+            "training.seq_len": self.seq_len,
+            "training.global_batch_size": self.batch_size,
+            "checkpoint.interval": self.save_every,
+            "learning_rate": self.learning_rate,
+        }
+        return {
+            "hf_assets_path": self.assets.absolute(),
+            "dump_folder": self.folder.absolute(),
+            "checkpoint.initial_load_path": self.source.absolute(),
+            "dataloader.dataset_path": self.data.absolute(),
+            "parallelism.data_parallel_shard_degree": self.mesh.fsdp,
+            "parallelism.tensor_parallel_degree": self.mesh.tp,
+            "parallelism.expert_parallel_degree": self.mesh.ep,
+            **{flag: value for flag, value in given.items() if value is not None},
+        }
+
+    def changes_data_ranks(self) -> bool:
+        """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit."""
+        if not self.checkpoints() or not self.record.is_file():
+            return False
+        degrees = read_record(self.record).get("degrees")
+        return isinstance(degrees, Mapping) and degrees.get("fsdp") != self.mesh.fsdp
+
+
+def read_record(path: Path) -> dict[str, object]:
+    """The record of a run.
+
+    Raises:
+        SourceError: it is not one.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SourceError(f"{path} cannot be read as the record of a run: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("steps"), dict):
+        raise SourceError(f"{path} is not the record of a run: it has no steps")
+    return content
+
+
+def check_run(run: Run, config: Qwen3Config) -> None:
+    """Refuse what would fail at the first step, or train something else than was meant.
+
+    Raises:
+        PolicyError: everything that does not fit, at once.
+        SourceError: the data are not there.
+    """
+    if not run.data.is_file() or run.data.suffix not in DATA_SUFFIXES:
+        raise SourceError(
+            f"{run.data} is not a file of text rows; expected one that ends in {', '.join(DATA_SUFFIXES)}"
+        )
+    check_mesh(run.mesh, config.geometry)
+    mesh, geometry = run.mesh, config.geometry
+    problems = []
+    if mesh.pp > 1:
+        problems.append("pp: torchtitan 0.3's pipelines need a newer torch than 2.13")
+    if geometry.num_key_value_heads % mesh.tp:
+        problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
+    if run.seq_len is not None:
+        if run.seq_len > config.max_position_embeddings:
+            problems.append(f"sequences of {run.seq_len} are longer than the model's {config.max_position_embeddings}")
+        for number, why in ((LOSS_CHUNKS, "torchtitan's parts of the loss"), (mesh.tp, "tensor-parallel ranks")):
+            if run.seq_len % number:
+                problems.append(f"sequences of {run.seq_len} do not divide among {number} {why}")
+    at_once = run.local_batch_size or 1
+    each = at_once * mesh.fsdp
+    if run.batch_size is not None and run.batch_size % each:
+        problems.append(
+            f"a batch of {run.batch_size} is no multiple of {each}: {at_once} sequences at a time on each "
+            f"of {mesh.fsdp} data-parallel ranks"
+        )
+    if config.tie_word_embeddings and min(mesh.tp, mesh.fsdp) > 1 and geometry.vocab_size % (mesh.tp * mesh.fsdp):
+        # the second step's loss is another one than on one rank; where the rows divide, or the head is untied, the same
+        problems.append(
+            f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
+            "which torchtitan 0.3 on torch 2.13 trains wrongly"
+        )
+    if config.rope_scaling is not None:
+        problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
+    if run.balance_experts and not geometry.is_moe:
+        problems.append("--balance-experts is for MoE models; this one is dense")
+    if problems:
+        raise PolicyError(enumerate_problems("this run cannot be:", problems))
+
+
+def typed(words: list[str]) -> str:
+    """A command as a line to type."""
+    return shlex.join(words)

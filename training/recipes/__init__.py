@@ -1,0 +1,1 @@
+"""Configurations for torchtitan's command line: ``--module qwen3conv.training.recipes.BACKEND --config NAME``."""

@@ -1,0 +1,53 @@
+"""The record of a run, one JSON file: versions, device, degrees, tokens per step, and what each step gave."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("qwen3conv", "torch", "torchtitan", "transformers")
+
+
+@dataclass(slots=True)
+class RunRecord:
+    """What is known of a run so far. Every step rewrites the file whole, so a killed run leaves a readable one."""
+
+    path: Path
+    content: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, path: Path, facts: Mapping[str, Any]) -> RunRecord:
+        """Begin a record, or go on with the one at ``path``: steps that come again replace what is there."""
+        steps: dict[str, Any] = {}
+        if path.is_file():
+            steps = json.loads(path.read_text(encoding="utf-8")).get("steps", {})
+        versions = {name: _version(name) for name in _PACKAGES}
+        record = cls(path, {"versions": versions, **facts, "steps": steps})
+        path.parent.mkdir(parents=True, exist_ok=True)
+        record._write()
+        return record
+
+    def step(self, step: int, *, loss: float, grad_norm: float) -> None:
+        """Note a step. Later ones, of a try that went further before it was resumed, are dropped."""
+        steps = {number: found for number, found in self.content["steps"].items() if int(number) < step}
+        steps[str(step)] = {"loss": loss, "grad_norm": grad_norm, "time": round(time.time(), 3)}
+        self.content["steps"] = steps
+        self._write()
+
+    def _write(self) -> None:
+        partial = self.path.with_name(f"{self.path.name}.partial")
+        partial.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, self.path)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
