@@ -21,7 +21,7 @@ from qwen3conv.converters.placement import Mesh, check_mesh
 LOSS_CHUNKS = 8
 """torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
+DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,15 @@ class Run:
     mesh: Mesh = field(default_factory=Mesh)
     device: str | None = None
     balance_experts: bool = False
+    on_bad_row: str | None = None
+    packing: bool = True
     extra: tuple[str, ...] = ()
     """Flags of torchtitan's own, behind all others."""
+
+    @property
+    def is_sft(self) -> bool:
+        """Whether rows are chats or completions, read by our loader, and not texts, read by torchtitan's."""
+        return self.recipe.endswith("sft")
 
     @property
     def source(self) -> Path:
@@ -78,6 +85,7 @@ class Run:
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
         words += ["--balance_experts"] if self.balance_experts else []
+        words += ["--dataloader.no-packing"] if self.is_sft and not self.packing else []
         if self.changes_data_ranks():
             words += ["--checkpoint.exclude_from_loading", "dataloader"]
         return [*words, *self.extra]
@@ -90,12 +98,14 @@ class Run:
             "training.global_batch_size": self.batch_size,
             "checkpoint.interval": self.save_every,
             "learning_rate": self.learning_rate,
+            "dataloader.on_bad_row": self.on_bad_row,
+            "dataloader.on_long_row": self.on_bad_row,
         }
         return {
             "hf_assets_path": self.assets.absolute(),
             "dump_folder": self.folder.absolute(),
             "checkpoint.initial_load_path": self.source.absolute(),
-            "dataloader.dataset_path": self.data.absolute(),
+            f"dataloader.{'source' if self.is_sft else 'dataset_path'}": self.data.absolute(),
             "parallelism.data_parallel_shard_degree": self.mesh.fsdp,
             "parallelism.tensor_parallel_degree": self.mesh.tp,
             "parallelism.expert_parallel_degree": self.mesh.ep,
@@ -164,6 +174,8 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         )
     if config.rope_scaling is not None:
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
+    if run.on_bad_row is not None and not run.is_sft:
+        problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
     if run.balance_experts and not geometry.is_moe:
         problems.append("--balance-experts is for MoE models; this one is dense")
     if problems:

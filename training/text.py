@@ -12,7 +12,7 @@ from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 DATASET = "text"
 """Its name in torchtitan's table of data sets; ``--dataloader.dataset_path`` is the file."""
 
-_KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+_KINDS = {".jsonl": "json", ".parquet": "parquet"}
 
 
 def text_loader(path: str | None = None) -> HuggingFaceTextDataLoader.Config:

@@ -24,6 +24,7 @@ from torchtitan.trainer import Trainer
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 
+from .data import ChatDataLoader
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .run_record import RunRecord
@@ -62,6 +63,8 @@ class QwenTrainer(Trainer):
         loss = CrossEntropyLoss.Config(global_vocab_size=source.geometry.vocab_size)
         config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
         config.optimizer = default_adamw(lr=config.learning_rate)
+        if isinstance(config.dataloader, ChatDataLoader.Config) and not config.dataloader.tokenizer_path:
+            config.dataloader.tokenizer_path = config.hf_assets_path
         if device == "cpu":
             config.training.mixed_precision_param = "float32"  # bfloat16 takes 15 times as long there
             config.training.disable_cuda_graphs = True
@@ -77,6 +80,7 @@ class QwenTrainer(Trainer):
             "tokens_per_step": batch * config.training.seq_len,
             "shape": [config.training.local_batch_size, config.training.seq_len],
             "learning_rate": config.learning_rate,
+            "rows_left_out": len(getattr(self.dataloader, "bad_rows", ())),
         }
         if dist.get_rank():
             return

@@ -336,9 +336,7 @@ def test_an_archive_of_another_shape_or_dtype_is_noticed(other: tuple[str, tuple
 
 def test_a_transposed_tensor_is_refused_by_name(tmp_path: Path) -> None:
     dcp.save({"fine": torch.ones(2), "turned": torch.ones(3, 4).t()}, checkpoint_id=tmp_path / "c", no_dist=True)
-    assert "__0_0.distcp: 'turned': the tensor of shape (4, 3) is stored with strides (1, 4)" in refusal(
-        tmp_path / "c"
-    )
+    assert "__0_0.distcp: 'turned': the tensor of shape (4, 3) is stored with strides (1, 4)" in refusal(tmp_path / "c")
 
 
 def test_dtypes_that_are_not_read_are_refused_together(tmp_path: Path) -> None:

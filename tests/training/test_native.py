@@ -118,6 +118,24 @@ def test_a_moe_trains_without_a_bias_that_its_export_could_not_hold(moe: Path, d
     assert read_tensors(tmp_path / "run" / "export").keys() == read_tensors(moe).keys()
 
 
+def chat(number: int) -> dict[str, Any]:
+    words = ("sun", "moon", "river", "stone", "bird", "tree")
+    messages = [{"role": "user", "content": f"the {words[number % 6]}?"}, {"role": "assistant", "content": words[-1]}]
+    return {"messages": [{"role": "system", "content": "be short"}, *messages, *messages]}
+
+
+def test_chats_are_trained_on_their_answers_and_bad_rows_are_named(dense: Path, tmp_path: Path) -> None:
+    rows = [json.dumps(chat(number)) for number in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join([*rows, '{"messages": []}']) + "\n")
+    base = ["train", "--from", dense, "--data", tmp_path / "chats.jsonl", "--recipe", "tiny_sft", "--device", "cpu"]
+    base += ["--seq-len", 128, "--steps", 3, "--output", tmp_path / "run"]
+    run(*base, "--on-bad-row", "skip", "--no-packing")
+    found = steps_of(tmp_path / "run")
+    assert found["3"][0] < found["1"][0]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["rows_left_out"] == 1
+    assert (tmp_path / "run" / "export" / "config.json").is_file()
+
+
 # --- on several ranks -------------------------------------------------------------------------------------------------
 
 

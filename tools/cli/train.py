@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
     from qwen3conv.training.launch import Run
 
+_RECIPES = ("pretrain", "sft", "tiny", "tiny_sft")
 _DTYPES = ("source", "float32", "bfloat16")
 
 
@@ -30,10 +31,13 @@ _DTYPES = ("source", "float32", "bfloat16")
 )
 @click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
 @click.option(
-    "--data", type=click.Path(path_type=Path), required=True, help="Rows with a column text: .jsonl or .parquet."
+    "--data",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Rows, .jsonl or .parquet: text; for sft messages, or prompt and completion.",
 )
 @click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
-@click.option("--recipe", type=click.Choice(["pretrain", "tiny"]), default="pretrain", help="What to begin from.")
+@click.option("--recipe", type=click.Choice(_RECIPES), default="pretrain", help="On text, or on answers (sft).")
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Steps in all, those before included.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Sequences per step, of all ranks.")
@@ -45,6 +49,10 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel ranks, of fsdp * tp.")
 @click.option("--device", type=click.Choice(["neuron", "cuda", "cpu"]), help="Default: the best that is there.")
 @click.option("--balance-experts", is_flag=True, help="Train MoE's routing bias, which an export cannot hold.")
+@click.option(
+    "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long included. Default: stop."
+)
+@click.option("--no-packing", is_flag=True, help="Of sft: one row per sequence, padded.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default="source", help="Of the export.")
 @click.option("--no-export", is_flag=True, help="Leave torchtitan's checkpoint as it is.")
 @click.option("--print", "prints", is_flag=True, help="Print the command that would train, and do nothing.")
@@ -66,13 +74,15 @@ def train(
     ep: int,
     device: str | None,
     balance_experts: bool,
+    on_bad_row: str | None,
+    no_packing: bool,
     dtype: str,
     no_export: bool,
     prints: bool,
     flags: tuple[str, ...],
     json: bool,
 ) -> None:
-    """Train a checkpoint of any format on text with torchtitan, and export it.
+    """Train a checkpoint of any format with torchtitan, on text or on chats, and export it.
 
     SRC becomes RUN/source, which torchtitan loads; its checkpoints go to RUN/checkpoint, the trained model to
     RUN/export, and what happened to RUN/run.json. The same command again goes on where the run stopped, on another mesh
@@ -94,6 +104,8 @@ def train(
         Mesh(tp=tp, fsdp=fsdp, ep=ep),
         device,
         balance_experts,
+        on_bad_row,
+        not no_packing,
         flags,
     )
     place, config = _look(source)

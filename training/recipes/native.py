@@ -8,6 +8,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
+from qwen3conv.training.data import ChatDataLoader
 from qwen3conv.training.text import text_loader
 from qwen3conv.training.trainer import QwenTrainer
 
@@ -26,9 +27,24 @@ def pretrain() -> QwenTrainer.Config:
     )
 
 
+def sft() -> QwenTrainer.Config:
+    """Fine-tuning on chats or on prompts and completions, with loss on the answers alone."""
+    config = pretrain()
+    config.dataloader = ChatDataLoader.Config()
+    return config
+
+
 def tiny() -> QwenTrainer.Config:
     """``pretrain`` for models that a CPU trains in seconds."""
-    config = pretrain()
+    return _small(pretrain())
+
+
+def tiny_sft() -> QwenTrainer.Config:
+    """``sft`` for the same."""
+    return _small(sft())
+
+
+def _small(config: QwenTrainer.Config) -> QwenTrainer.Config:
     config.learning_rate = 1e-3
     config.lr_scheduler.warmup_steps = 1
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, 10

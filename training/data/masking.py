@@ -1,0 +1,78 @@
+"""Token ids of a row, and which of them the model is trained to predict."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on; the message says why."""
+
+
+class Sample(NamedTuple):
+    """Token ids of one document and, for each, whether it is trained (both of length L)."""
+
+    tokens: list[int]
+    trained: list[bool]
+
+
+def encode_row(value: dict[str, Any], kind: str, tokenizer: Any) -> Sample:
+    """Encode a row of ``kind`` (``auto``: by its fields).
+
+    Raises:
+        BadRow: wrong fields or roles, nothing to train on, or a mask that cannot be made sure.
+    """
+    if kind == "auto":
+        kind = "chat" if "messages" in value else "completion" if "completion" in value else "text"
+    if kind == "chat":
+        return _chat(value.get("messages"), value.get("tools"), tokenizer)
+    names = ("prompt", "completion") if kind == "completion" else ("text",)
+    for name in names:
+        if not isinstance(value.get(name), str):
+            raise BadRow(f"no string field {name!r}")
+    last = value[names[-1]]
+    if not last:
+        raise BadRow(f"{names[-1]} is empty")
+    prompt = tokenizer.encode(value["prompt"], add_special_tokens=False) if kind == "completion" else []
+    answer = [*tokenizer.encode(last, add_special_tokens=False), tokenizer.eos_token_id]
+    return Sample(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+
+
+def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
+    """Mask by rendered prefixes: a turn starts where the prompt before it ends and closes with the first EOS after."""
+    if not isinstance(messages, list) or not messages:
+        raise BadRow("messages is empty or no list")
+    for number, message in enumerate(messages):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ROLES or (role == "system" and number):
+            raise BadRow(f"message {number}: wrong role {role!r}")
+        if tokenizer.eos_token in str(message):
+            raise BadRow(f"message {number} contains {tokenizer.eos_token}: the end of a turn would be ambiguous")
+    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise BadRow("no assistant turn")
+
+    def render(part: list[Any], prompt: bool) -> str:
+        try:
+            return str(tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt))
+        except Exception as error:  # jinja errors and whatever a template raises
+            raise BadRow(f"the chat template refuses the messages: {error}") from error
+
+    text = render(messages, False)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
+    trained = [False] * len(tokens)
+    for turn in turns:
+        prefix = render(messages[:turn], True)
+        if not text.startswith(prefix):
+            raise BadRow(f"message {turn}: the template renders what precedes it differently in the whole; mask unsure")
+        start = next((i for i, (begin, _) in enumerate(offsets) if begin >= len(prefix)), len(tokens))
+        if start and offsets[start - 1][1] > len(prefix):
+            raise BadRow(f"message {turn}: a token spans the prompt and the answer; mask unsure")
+        if tokenizer.eos_token_id not in tokens[start:]:
+            raise BadRow(f"message {turn}: no {tokenizer.eos_token} closes the turn; mask unsure")
+        end = tokens.index(tokenizer.eos_token_id, start) + 1
+        trained[start:end] = [True] * (end - start)
+    return Sample(tokens, trained)
