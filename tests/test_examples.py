@@ -67,3 +67,17 @@ def test_a_folder_that_is_cut_otherwise_is_wrong_usage(tmp_path_factory: pytest.
         ran = load_rank(folder / "ranks", ranks=1)
     assert ran.returncode != 0
     assert "give a folder of layout hf-fused, cut by --tp 1 alone" in ran.stderr
+
+
+@pytest.mark.slow
+def test_a_model_fine_tuned_with_torchtitan_answers_as_it_was_taught() -> None:
+    with scratch() as folder:
+        ran = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "train_native.py"), str(folder / "work")],
+            env=environment(OMP_NUM_THREADS="1"),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "sun -> moon" in ran.stdout

@@ -211,7 +211,7 @@ def test_commands_in_shell_blocks_are_good_usage(session: Session) -> None:
     """Those that need the hub or a training run are parsed, not run."""
     lines = [line.partition(" #")[0].split() for block in blocks("sh") for line in block.splitlines()]
     commands = [line[1:] for line in lines if line and line[0] == "qwen3conv"]
-    assert {words[0] for words in commands} == {"hf-to-dcp", "dcp-to-hf"}
+    assert {words[0] for words in commands} == {"hf-to-dcp", "dcp-to-hf", "train"}
     for name, *rest in commands:
         cli.commands[name].make_context(name, rest)
 
@@ -314,6 +314,8 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
     for command, arguments in commands.items():
         document = json.loads(session.call(f"qwen3conv {command} {arguments} --json").output)
         assert set(document) == listed[command], command
+    keys = ["run", "export", "record", "versions", "device", "ranks", "degrees", "tokens_per_step", "shape"]
+    assert listed["train"] == {*keys, "run.json", "learning_rate", "rows_left_out", "steps"}  # and see test_native
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)
     assert {key for row in table("### Manifest") for key in quoted(row[0])} == set(manifest)

@@ -25,7 +25,10 @@ def main(arguments: list[str]) -> None:
     from torchtitan.train import main as train
 
     sys.argv[1:] = arguments
-    train()
+    try:
+        train()
+    except ConversionError as error:  # the user's data or degrees: their lines, not where they were noticed
+        sys.exit(f"Error: {error}")
 
 
 if __name__ == "__main__":

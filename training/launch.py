@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.config_json import read_json_object
 from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.placement import Mesh, check_mesh
@@ -133,6 +134,14 @@ def read_record(path: Path) -> dict[str, object]:
     if not isinstance(content, dict) or not isinstance(content.get("steps"), dict):
         raise SourceError(f"{path} is not the record of a run: it has no steps")
     return content
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer in ``folder`` has a chat template, in a file of its own or in its config."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and "chat_template" in read_json_object(config)[0]
 
 
 def check_run(run: Run, config: Qwen3Config) -> None:

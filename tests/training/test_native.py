@@ -82,6 +82,8 @@ def test_the_loss_falls_and_every_step_is_recorded(trained: Path) -> None:
     record = json.loads((trained / "whole" / "run.json").read_text())
     assert (record["device"], record["ranks"], record["tokens_per_step"]) == ("cpu", 1, 128)
     assert record["versions"]["torchtitan"] == "0.3.0"
+    keys = ["versions", "device", "ranks", "degrees", "tokens_per_step", "shape", "learning_rate", "rows_left_out"]
+    assert list(record) == [*keys, "steps"]
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(trained: Path) -> None:

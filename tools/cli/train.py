@@ -26,7 +26,7 @@ _DTYPES = ("source", "float32", "bfloat16")
 
 @click.command(
     cls=Command,
-    example="qwen3conv train --from Qwen/Qwen3-0.6B --data text.jsonl --output run --seq-len 2048 --steps 100 --fsdp 2",
+    example="qwen3conv train --from Qwen/Qwen3-0.6B --data text.jsonl --output run --fsdp 2 --print",
     context_settings={"ignore_unknown_options": True},
 )
 @click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
@@ -165,6 +165,7 @@ def _make_source(run: Run, place: Path, source: str) -> None:
     from qwen3conv.converters.conversion import carry_out, prepare
     from qwen3conv.converters.errors import DestinationError, SourceError
     from qwen3conv.converters.manifest import read_manifest
+    from qwen3conv.training.launch import has_chat_template
 
     if run.source.is_dir():
         manifest = read_manifest(run.source)
@@ -179,6 +180,8 @@ def _make_source(run: Run, place: Path, source: str) -> None:
         carry_out(prepare(place, run.source, "titan", origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
+        if run.is_sft and not has_chat_template(run.assets):
+            raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
     except BaseException:
         shutil.rmtree(run.source, ignore_errors=True)
         if not os.listdir(run.folder):
