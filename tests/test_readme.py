@@ -316,6 +316,7 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
         assert set(document) == listed[command], command
     keys = ["run", "export", "record", "versions", "device", "ranks", "degrees", "tokens_per_step", "shape"]
     assert listed["train"] == {*keys, "run.json", "learning_rate", "rows_left_out", "steps"}  # and see test_native
+    assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings"}  # and see test_runs
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)
     assert {key for row in table("### Manifest") for key in quoted(row[0])} == set(manifest)

@@ -131,9 +131,14 @@ def read_record(path: Path) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SourceError(f"{path} cannot be read as the record of a run: {error}") from None
-    if not isinstance(content, dict) or not isinstance(content.get("steps"), dict):
-        raise SourceError(f"{path} is not the record of a run: it has no steps")
+    steps = content.get("steps") if isinstance(content, dict) else None
+    if not isinstance(steps, dict) or not all(step.isdigit() and _is_step(found) for step, found in steps.items()):
+        raise SourceError(f"{path} is not the record of a run: its steps are not a loss and a gradient norm each")
     return content
+
+
+def _is_step(found: object) -> bool:
+    return isinstance(found, dict) and all(isinstance(found.get(key), int | float) for key in ("loss", "grad_norm"))
 
 
 def has_chat_template(folder: Path) -> bool:

@@ -6,8 +6,8 @@ training, v1   ``tp_rank_{TT}_pp_rank_{PP}/checkpoint.pt``
 inference      ``weights/tp{T}_sharded_checkpoint.safetensors``, each with the rank's number in small buffers
 =============  ==================================================================================================
 
-Sources: neuronx-distributed, ``trainer/checkpoint.py``; neuronx-distributed-inference, ``models/application_base.py``,
-``models/model_wrapper.py``. Read from source; NxD was not run on what is written here.
+Sources: neuronx-distributed, ``trainer/checkpoint.py``; neuronx-distributed-inference, ``models/application_base.py``.
+Read from source; NxD was not run on what is written here.
 """
 
 from __future__ import annotations

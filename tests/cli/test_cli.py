@@ -61,6 +61,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, model: Callable[[str], Pa
     shutil.copytree(model("dense-tied"), folder / "Qwen" / "Qwen3-0.6B")
     query = factors("model.layers.1.self_attn.q_proj", DENSE.heads * DENSE.head_dim, DENSE.hidden, 4)
     write_adapter(folder / "qwen3-adapter", query, target_modules=["layers.1.self_attn.q_proj"])
+    for name in ("run", "run-2"):
+        (folder / name).mkdir()
+        (folder / name / "run.json").write_text('{"steps": {"1": {"loss": 6.0, "grad_norm": 2.0}}}')
     (folder / "text.jsonl").write_text('{"text": "the sun"}\n')
     (folder / "bin").mkdir()
     (folder / "bin" / "qwen3conv").write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m qwen3conv "$@"\n')

@@ -28,6 +28,7 @@ from .lora import merge_lora
 from .output import WIDTH, printable
 from .parity import parity
 from .proof import diff, fingerprint, verify
+from .runs import runs
 from .sharding import merge, reshard, shard
 from .train import train
 from .upgrade import upgrade
@@ -92,7 +93,7 @@ def cli() -> None:
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, train, completion):
+for _command in (*_CONVERTING, *_PROVING, train, runs, completion):
     cli.add_command(_command)
 
 

@@ -127,6 +127,7 @@ def train(
     if not no_export:
         _export(run, config, dtype)
     record = read_record(run.record)
+    _draw(run, record)
     if json:
         print_json({"run": str(run.folder), "export": None if no_export else str(run.export), "record": record})
         return
@@ -187,6 +188,17 @@ def _make_source(run: Run, place: Path, source: str) -> None:
         if not os.listdir(run.folder):
             run.folder.rmdir()
         raise
+
+
+def _draw(run: Run, record: dict[str, object]) -> None:
+    """``RUN/loss.png``, where matplotlib is."""
+    from qwen3conv.converters.errors import ConversionError
+    from qwen3conv.tools.loss_picture import draw_losses
+
+    try:
+        draw_losses({run.folder.name: record}, run.folder / "loss.png")
+    except ConversionError as error:
+        note(f"no picture: {error}")
 
 
 def _export(run: Run, config: Qwen3Config, dtype: str) -> None:

@@ -1,0 +1,78 @@
+"""``runs``: what differs between two records, and where their losses part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from qwen3conv.tools.cli.main import cli
+
+FACTS: dict[str, Any] = {"device": "cpu", "degrees": {"tp": 1, "fsdp": 1}, "learning_rate": 1e-3}
+
+
+def write(folder: Path, losses: list[float], **facts: Any) -> Path:
+    folder.mkdir()
+    steps = {str(step): {"loss": loss, "grad_norm": 2 * loss, "time": 0.0} for step, loss in enumerate(losses, 1)}
+    (folder / "run.json").write_text(json.dumps({**FACTS, **facts, "steps": steps}))
+    return folder
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(cli, ["runs", *map(str, words)], prog_name="qwen3conv")
+    assert result.exit_code == code, result.output
+    return result
+
+
+def test_the_first_step_at_which_losses_part_is_named_and_what_was_set_otherwise(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", [6.0, 5.5, 5.0, 4.5])
+    other = write(tmp_path / "b", [6.0, 5.5001, 5.2, 4.0], degrees={"tp": 2, "fsdp": 1})
+    said = run(one, other, code=3).stdout
+    assert "losses part at step 3" in said
+    assert "degrees" in said
+    assert "learning_rate" not in said
+    document = json.loads(run(one, other, "--json", code=3).stdout)
+    assert document == {
+        "equal": False,
+        "first_difference": 3,
+        "common_steps": 4,
+        "settings": {"degrees": [{"tp": 1, "fsdp": 1}, {"tp": 2, "fsdp": 1}]},
+    }
+
+
+def test_runs_within_the_tolerance_are_the_same(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a", [6.0, 5.5]), write(tmp_path / "b", [6.0, 5.52, 5.0])
+    run(one, other, code=3)
+    said = run(one / "run.json", other, "--tolerance", 0.01).stdout
+    assert "the same over 2 steps" in said
+
+
+def test_a_loss_that_is_no_number_differs(tmp_path: Path) -> None:
+    assert (
+        "part at step 2"
+        in run(write(tmp_path / "a", [6.0, float("nan")]), write(tmp_path / "b", [6.0, 5.0]), code=3).stdout
+    )
+
+
+def test_both_are_drawn(tmp_path: Path) -> None:
+    one, other = write(tmp_path / "a", [6.0, 5.5]), write(tmp_path / "b", [6.0, 5.5])
+    run(one, other, "--picture", tmp_path / "both.png")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", [6.0])
+    (tmp_path / "other.json").write_text("[]")
+    assert "is not the record of a run" in run(one, tmp_path / "other.json", code=1).stderr
+    assert "cannot be read" in run(one, tmp_path / "absent", code=1).stderr
+    assert "no step in common" in run(one, write(tmp_path / "b", []), code=1).stderr
+    run(one, one, code=2)
+
+
+@pytest.mark.parametrize("content", ['{"steps": []}', '{"steps": {"1": 5}}', '{"steps": {"x": {"loss": 1}}}'])
+def test_a_broken_record_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.json").write_text(content)
+    assert "record of a run" in run(write(tmp_path / "a", [6.0]), tmp_path / "broken.json", code=1).stderr
