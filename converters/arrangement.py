@@ -149,7 +149,9 @@ def ranked(
                 held[at].append(binding)
         return held
     mesh = written_mesh(choices.mesh)
-    heads = made_heads(geometry, mesh.tp, "interleaved" if target.store == "nxd-inference" else choices.kv_heads)
+    is_inference = target.store == "nxd-inference"
+    heads = made_heads(geometry, mesh.tp, "interleaved" if is_inference else choices.kv_heads)
+    heads = heads._replace(cuts_hidden=is_inference)
     for binding in nxd_bindings(layout, geometry, heads, mesh, nxd_stages(geometry, mesh.pp), tied=tied):
         rank, _, fqn = binding.name.partition("/")
         if fqn in names:

@@ -18,7 +18,7 @@ from .placement import ONE_RANK, Mesh, check_mesh
 from .planning import Misfit
 from .stores.contents import Contents
 from .stores.nxd_bindings import Queries, nxd_bindings, nxd_heads
-from .stores.nxd_inference import read_presharded
+from .stores.nxd_inference import cuts_hidden, read_presharded, refuse_square_kernels
 from .stores.nxd_training import read_nxd
 from .stores.nxd_writing import as_mesh
 from .stores.ranks import read_ranks, read_vllm
@@ -90,6 +90,9 @@ def _open_nxd(folder: Path, kind: str, like: Path | None, queries: Queries | Non
             return bytes(raw)
 
         heads = nxd_heads(shards, config.geometry, read, queries=queries)
+    if kind == "nxd-inference":
+        refuse_square_kernels(shards, manifest is not None)
+        heads = heads._replace(cuts_hidden=cuts_hidden(shards, config.geometry))
     mesh = as_mesh(shards.mesh)
 
     def stages(fqn: str) -> Sequence[int]:

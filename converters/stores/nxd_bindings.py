@@ -41,6 +41,8 @@ class Heads(NamedTuple):
     """Per slot, its key-value head."""
     queries: tuple[tuple[int, ...], ...]
     """Per slot, its query heads."""
+    cuts_hidden: bool = False
+    """Whether embeddings are cut along the hidden size, as NxD Inference does, and not by vocabulary rows."""
 
 
 _ATTENTION = "model.layers.{layer}.self_attn"
@@ -122,12 +124,17 @@ def made_heads(geometry: Geometry, tp: int, order: Literal["tiled", "interleaved
 
 
 def nxd_stages(geometry: Geometry, pp: int) -> Stages:
-    """Pipeline ranks of an output: layers in equal runs, embeddings first, norm and head last."""
+    """Pipeline ranks of an output: layers in equal runs, the last ones longer, embeddings first, norm and head last.
+
+    Source: neuronx-distributed, ``pipeline/partition.py``.
+    """
+    each, longer = divmod(geometry.num_hidden_layers, pp)
+    stage_of = [stage for stage in range(pp) for _ in range(each + (stage >= pp - longer))]
 
     def stages(fqn: str) -> Sequence[int]:
         _, is_layer, rest = fqn.partition("layers.")
         if is_layer:
-            return (int(rest.partition(".")[0]) // -(-geometry.num_hidden_layers // pp),)
+            return (stage_of[int(rest.partition(".")[0])],)
         return (0,) if "embed_tokens" in fqn else (pp - 1,)
 
     return stages
@@ -143,7 +150,7 @@ def nxd_bindings(
     Raises:
         MappingError: tensor or expert parallelism divides something unevenly.
     """
-    _check_even(geometry, mesh)
+    _check_even(geometry, heads, mesh)
     for binding in bind(layout, geometry, tied=tied):
         is_stack = binding.rule.op.runs_over == "expert"
         for ep in range(mesh.ep if is_stack else 1):
@@ -156,8 +163,10 @@ def nxd_bindings(
                     yield Binding(name, shape, pieces, binding.rule)
 
 
-def _check_even(geometry: Geometry, mesh: NxdMesh) -> None:
+def _check_even(geometry: Geometry, heads: Heads, mesh: NxdMesh) -> None:
     sizes = {"vocab_size": geometry.vocab_size}
+    if heads.cuts_hidden:
+        sizes["hidden_size"] = geometry.hidden_size
     if geometry.is_moe:
         sizes["moe_intermediate_size"] = geometry.moe_intermediate_size or 0
     else:
@@ -175,7 +184,8 @@ def _cut_matrix(binding: Binding, geometry: Geometry, heads: Heads, mesh: NxdMes
     shapes = {piece.name: piece.box.stop for piece in binding.pieces}
     at = 0
     for name, template in templates.items():
-        dim, runs = _runs(template, shapes[name], geometry, heads, mesh.tp, tp)
+        is_embedding = "embed_tokens" in binding.name  # and not a tied head
+        dim, runs = _runs(template, shapes[name], geometry, heads, mesh.tp, tp, is_embedding=is_embedding)
         yield from _join(name, shapes[name], dim, runs, at)
         at += sum(len(run) for run in runs) if dim == 0 else shapes[name][0]
 
@@ -199,17 +209,20 @@ def _cut_experts(
 
 
 def _runs(
-    template: str, shape: Shape, geometry: Geometry, heads: Heads, tp: int, rank: int
+    template: str, shape: Shape, geometry: Geometry, heads: Heads, tp: int, rank: int, *, is_embedding: bool
 ) -> tuple[int, Sequence[range]]:
     """The dim that is cut, and the ranges of it that ``rank`` holds, in stored order."""
     if not CUT_BY_TP.intersection(BY_NAME[template].axes):  # norms and the router
         return 0, [range(shape[0])]
     slots = range(rank * len(heads.keys) // tp, (rank + 1) * len(heads.keys) // tp)
     if template in (_K, _V):
-        return 0, _merged([heads.keys[slot] for slot in slots], geometry.head_dim)
+        keys = [heads.keys[slot] for slot in slots]
+        if len(heads.keys) > geometry.num_key_value_heads:  # apart, so that copies of a head are the same rows
+            return 0, [range(key * geometry.head_dim, (key + 1) * geometry.head_dim) for key in keys]
+        return 0, _merged(keys, geometry.head_dim)
     if template in (_Q, _O):
         return int(template == _O), _merged([h for slot in slots for h in heads.queries[slot]], geometry.head_dim)
-    dim = int(template.endswith(_DOWN))
+    dim = int(template.endswith(_DOWN) or (is_embedding and heads.cuts_hidden))
     each = shape[dim] // tp
     return dim, [range(rank * each, (rank + 1) * each)]
 

@@ -26,6 +26,9 @@ from .torch_zip_writing import state_archive
 
 Specs = Sequence[TensorSpec]
 
+_V1_KEY = "model"
+"""Where the first generation's ``load`` looks for the state dict in a file; the second takes the file's own."""
+
 
 def written_mesh(mesh: Mesh) -> NxdMesh:
     """NxD's degrees for those of the command line.
@@ -59,16 +62,17 @@ def arrange_nxd(held: Sequence[Specs], mesh: NxdMesh, generation: int) -> Arrang
         expert_part = f"ep_rank_{expert:02d}_" if mesh.ep > 1 else ""
         name = f"tp_rank_{tp:02d}_pp_rank_{stage:02d}"
         name = f"{name}/checkpoint.pt" if generation == 1 else f"model/dp_rank_00_{expert_part}{name}.pt"
-        offsets, size = state_archive(specs).places()
+        key = _V1_KEY if generation == 1 else None
+        offsets, size = state_archive(specs, key).places()
         for spec in specs:
             own = TensorSpec(rank_name(rank, spec.name), spec.dtype, spec.shape)
             tensors[own.name] = StoredTensor(own, (Chunk(Box.whole(spec.shape), name, offsets[spec.name]),))
-        files.append(OutputFile(name, size, partial(_seals, specs)))
+        files.append(OutputFile(name, size, partial(_seals, specs, key)))
     return Arrangement(tensors, tuple(files), _no_marks if generation == 1 else _marks)
 
 
-def _seals(specs: Specs) -> Iterator[tuple[int, bytes]]:
-    return state_archive(specs).seals()
+def _seals(specs: Specs, key: str | None) -> Iterator[tuple[int, bytes]]:
+    return state_archive(specs, key).seals()
 
 
 def _marks() -> Iterator[tuple[str, bytes]]:

@@ -56,9 +56,12 @@ class StateArchive(NamedTuple):
         return iter(self.frames)
 
 
-def state_archive(specs: Sequence[TensorSpec]) -> StateArchive:
-    """What ``torch.save`` makes of a dict of tensors, each with a storage of its own; CRCs as in ``frame``."""
-    content, directory = _beginning(_state_pickle(specs))
+def state_archive(specs: Sequence[TensorSpec], key: str | None = None) -> StateArchive:
+    """What ``torch.save`` makes of a dict of tensors, each with a storage of its own; CRCs as in ``frame``.
+
+    With ``key`` the dict is the value of that key in another one.
+    """
+    content, directory = _beginning(_state_pickle(specs, key))
     frames, offsets, at = [(0, bytes(content))], {}, len(content)
     for number, spec in enumerate(specs):
         header, descriptor, entry = _record(f"data/{number}", at, spec.nbytes, 0)
@@ -73,7 +76,7 @@ def state_archive(specs: Sequence[TensorSpec]) -> StateArchive:
     return StateArchive(frames, offsets, at + len(end))
 
 
-def _state_pickle(specs: Sequence[TensorSpec]) -> bytes:
+def _state_pickle(specs: Sequence[TensorSpec], key: str | None) -> bytes:
     """``data.pkl`` of a dict of tensors, pickle protocol 2."""
 
     def text(value: str) -> bytes:
@@ -81,6 +84,7 @@ def _state_pickle(specs: Sequence[TensorSpec]) -> bytes:
         return b"X" + struct.pack("<L", len(raw)) + raw
 
     out = bytearray(b"\x80\x02}(")
+    out += text(key) + b"}(" if key is not None else b""
     for number, spec in enumerate(specs):
         shape = spec.shape
         strides = tuple(math.prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape)))
@@ -89,7 +93,7 @@ def _state_pickle(specs: Sequence[TensorSpec]) -> bytes:
         out += integer(math.prod(shape)) + b"tQ" + integer(0)
         out += b"(" + b"".join(map(integer, shape)) + b"t(" + b"".join(map(integer, strides)) + b"t"
         out += b"\x89ccollections\nOrderedDict\n)RtR"
-    return bytes(out + b"u.")
+    return bytes(out + (b"uu." if key is not None else b"u."))
 
 
 def _beginning(data: bytes) -> tuple[bytearray, bytearray]:

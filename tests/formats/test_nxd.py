@@ -93,10 +93,12 @@ def training(state: State, *, repeats: bool) -> State:
     return found
 
 
-def inference(state: State) -> State:
-    """NxD Inference's names."""
+def inference(tensors: State, tp: int, rank: int) -> State:
+    """What a rank of NxD Inference holds: its names, and embeddings cut along the hidden size."""
     found: State = {}
-    for name, tensor in state.items():
+    for name, tensor in cut(tensors, tp, rank, order="interleaved").items():
+        if name == "model.embed_tokens.weight":
+            tensor = tensors[name].chunk(tp, 1)[rank].clone()
         own = name.removeprefix("model.")
         for part in "qkv":
             own = own.replace(f"self_attn.{part}_proj", f"self_attn.qkv_proj.{part}_proj")
@@ -113,8 +115,8 @@ def truth(whole: Path) -> State:
 
 def stage(state: State, pp: int, index: int) -> State:
     def of(name: str) -> int:
-        if ".layers." in name:
-            return int(name.split(".")[2]) // -(-LAYERS // pp)
+        if ".layers." in name:  # three layers in two stages are one and two
+            return int(name.split(".")[2]) if pp == LAYERS else min(int(name.split(".")[2]), pp - 1)
         return 0 if "embed_tokens" in name else pp - 1
 
     return {name: tensor for name, tensor in state.items() if of(name) == index}
@@ -124,7 +126,8 @@ def stage(state: State, pp: int, index: int) -> State:
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "order"), [(1, 1, None), (2, 1, None), (2, 3, None), (6, 1, "tiled"), (6, 1, "interleaved")]
+    ("tp", "pp", "order"),
+    [(1, 1, None), (2, 1, None), (2, 3, None), (1, 2, None), (6, 1, "tiled"), (6, 1, "interleaved")],
 )
 @pytest.mark.parametrize("kind", ["nxd", "nxd-v1"])
 def test_training_shards_are_what_nxd_cuts(
@@ -137,6 +140,7 @@ def test_training_shards_are_what_nxd_cuts(
             place = f"tp_rank_{rank:02d}_pp_rank_{index:02d}"
             file = f"model/dp_rank_00_{place}.pt" if kind == "nxd" else f"{place}/checkpoint.pt"
             ours = torch.load(tmp_path / "tag" / file, weights_only=True)
+            ours = ours["model"] if kind == "nxd-v1" else ours
             state = training(cut(expected, tp, rank, order=order or "natural"), repeats=tp > KV)
             assert differing(ours, stage(state, pp, index)) == []
     assert (tmp_path / "tag" / "done").is_file() == (kind == "nxd")
@@ -194,7 +198,7 @@ def test_presharded_weights_are_what_nxd_inference_cuts(whole: Path, tmp_path: P
             "rank_util.rank": [rank],
             **{f"layers.{layer}.self_attn.rank_util.rank": [rank] for layer in range(LAYERS)},
         }
-        assert differing(ours, inference(cut(truth(whole), tp, rank, order="interleaved"))) == []
+        assert differing(ours, inference(truth(whole), tp, rank)) == []
     assert fingerprint(tmp_path / "compiled") == fingerprint(whole)
 
 
@@ -203,8 +207,9 @@ def test_presharded_weights_are_what_nxd_inference_cuts(whole: Path, tmp_path: P
 def test_presharded_weights_merge_to_the_whole_model(whole: Path, tmp_path: Path, tp: int, fused: bool) -> None:
     compiled = tmp_path / "compiled"
     (compiled / "weights").mkdir(parents=True)
+    (compiled / "neuron_config.json").write_text('{"neuron_config": {"tp_degree": 2}}')  # no kernels
     for rank in range(tp):
-        state = inference(cut(truth(whole), tp, rank, order="interleaved"))
+        state = inference(truth(whole), tp, rank)
         state["rank_util.rank"] = torch.tensor([rank], dtype=torch.int32)
         for layer in range(LAYERS if fused else 0):
             prefix = f"layers.{layer}.self_attn.qkv_proj"
@@ -213,6 +218,31 @@ def test_presharded_weights_merge_to_the_whole_model(whole: Path, tmp_path: Path
         save_file(state, compiled / "weights" / f"tp{rank}_sharded_checkpoint.safetensors")
     convert(compiled, tmp_path / "merged", "hf", like=whole)
     assert differing(read_tensors(tmp_path / "merged"), read_tensors(whole)) == []
+
+
+def test_embeddings_cut_by_rows_are_told_by_their_shape(whole: Path, tmp_path: Path) -> None:
+    for rank in range(2):
+        state = inference(truth(whole), 2, rank)
+        state["embed_tokens.weight"] = read_tensors(whole)["model.embed_tokens.weight"].chunk(2)[rank].clone()
+        save_file(state, tmp_path / f"tp{rank}_sharded_checkpoint.safetensors")
+    shutil.copy(whole / "config.json", tmp_path)
+    (tmp_path / "neuron_config.json").write_text("{}")
+    assert fingerprint(tmp_path) == fingerprint(whole)
+
+
+def test_square_projections_ask_for_the_flags_they_were_compiled_with(tmp_path: Path) -> None:
+    whole = make_dense(tmp_path / "model", sizes=replace(SIZES["dense"], hidden=96))  # o_proj is 96 x 96
+    (tmp_path / "compiled").mkdir()
+    save_file(inference(truth(whole), 1, 0), tmp_path / "compiled" / "tp0_sharded_checkpoint.safetensors")
+    shutil.copy(whole / "config.json", tmp_path / "compiled")
+    with pytest.raises(SourceError, match=r"does not tell whether it is stored transposed(.|\n)*neuron_config\.json"):
+        open_checkpoint(tmp_path / "compiled")
+    flags = tmp_path / "compiled" / "neuron_config.json"
+    flags.write_text('{"neuron_config": {"qkv_kernel_enabled": true}}')
+    with pytest.raises(SourceError, match="qkv_kernel_enabled: projections are stored transposed"):
+        open_checkpoint(tmp_path / "compiled")
+    flags.write_text('{"neuron_config": {"qkv_kernel_enabled": false, "mlp_kernel_enabled": true}}')
+    assert fingerprint(tmp_path / "compiled") == fingerprint(whole)
 
 
 def test_from_one_kind_of_ranks_to_another_without_a_whole_copy(whole: Path, tmp_path: Path) -> None:

@@ -112,6 +112,12 @@ def test_transformers_loads_and_runs_the_export(trained: Path) -> None:
     assert made.shape[1] > 4
 
 
+def test_a_step_of_no_length_gives_the_source_back_bit_for_bit(moe: Path, data: Path, tmp_path: Path) -> None:
+    """bfloat16 to torchtitan's float32 parameters, through a step, a save and an export, and back."""
+    train(moe, data, tmp_path / "run", "--learning_rate", "0.0", steps=1)
+    assert differing(read_tensors(tmp_path / "run" / "export"), read_tensors(moe)) == []
+
+
 def test_a_moe_trains_without_a_bias_that_its_export_could_not_hold(moe: Path, data: Path, tmp_path: Path) -> None:
     train(moe, data, tmp_path / "run", steps=2)
     found = steps_of(tmp_path / "run")
