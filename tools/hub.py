@@ -32,10 +32,12 @@ SIDECARS = (
 
 WEIGHTS = ("*.safetensors",)
 
-_SUBFOLDERS = tuple(f"*/{pattern}" for pattern in (*WEIGHTS, *SIDECARS) if pattern != "*.jinja")
+_BELOW = tuple(f"*/{pattern}" for pattern in (*WEIGHTS, *SIDECARS) if pattern != "*.jinja")
 """Not fetched: other models' weights live in subfolders. The one folder that travels, of chat templates, is jinja."""
 
 _REVISION = re.compile(r"\w[\w.\-/+]*", re.ASCII)
+_SUBFOLDER = re.compile(r"[\w\-][\w.\-]*(/[\w\-][\w.\-]*)*", re.ASCII)
+"""Also keeps glob characters out of the patterns that huggingface_hub is given, and leaves no way up."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Announce = Callable[[str], None]
@@ -47,11 +49,26 @@ class Source:
 
     path: Path
     origin: Mapping[str, str]
-    """``path``; or ``hub`` (the repository), ``revision`` (as asked for) and ``commit`` (the sha)."""
+    """``path``; or ``hub`` (the repository), ``revision`` (as asked for), ``commit`` (the sha) and ``subfolder``."""
+
+
+@dataclass(frozen=True, slots=True)
+class HubId:
+    """What ``org/name[@revision][:subfolder]`` says."""
+
+    repository: str
+    revision: str | None
+    subfolder: str | None
+
+    def __str__(self) -> str:
+        at = f"@{self.revision}" if self.revision else ""
+        return f"{self.repository}{at}:{self.subfolder}" if self.subfolder else f"{self.repository}{at}"
 
 
 def resolve_source(text: str, *, announce: Announce = lambda message: None) -> Source:
-    """The folder that ``text`` names; a hub id (``org/name``, ``org/name@revision``) is downloaded to the hub's cache.
+    """The folder that ``text`` names; a hub id is downloaded to the hub's cache.
+
+    A hub id is ``org/name[@revision][:subfolder]``; of a subfolder, nothing outside it is fetched.
 
     A path that exists wins over a hub id. ``announce`` is told before anything is fetched.
 
@@ -80,19 +97,27 @@ def _resolve(
     if os.path.lexists(path):
         return Source(path, {"path": str(path)})
     _refuse_unfinished(path)
-    repository, revision = _parse(text)
+    asked = _parse(text)
     announce(f"{text}: not a folder here, asking the hub")
-    folder = _download(text, repository, revision, patterns)
+    snapshot = _download(text, asked, patterns)
+    folder = snapshot / asked.subfolder if asked.subfolder else snapshot
+    where = f"{asked.repository} on the hub"
+    if not folder.is_dir():
+        raise SourceError(f"{where} has no files of a model in a folder {asked.subfolder}; check its spelling")
+    place = f"in {asked.subfolder}" if asked.subfolder else "at its top"
     if WEIGHTS[0] in patterns and not any(folder.glob(WEIGHTS[0])):
         raise SourceError(
-            f"{repository} on the hub has no safetensors at its top; .bin, .pt and .gguf files are not fetched: "
-            "name a repository with safetensors"
+            f"{where} has no safetensors {place}; .bin, .pt and .gguf files are not fetched: "
+            "name a repository with safetensors, or org/name:subfolder if they lie in another folder"
         )
     if not (folder / config).is_file():
-        raise SourceError(f"{repository} on the hub has no {config}: name the repository of {of}")
-    origin = {"hub": repository, "revision": revision or "main"}
-    if _COMMIT.fullmatch(folder.name):
-        origin["commit"] = folder.name
+        inside = f" in {asked.subfolder}" if asked.subfolder else ""
+        raise SourceError(f"{where} has no {config}{inside}: name the repository of {of}")
+    origin = {"hub": asked.repository, "revision": asked.revision or "main"}
+    if _COMMIT.fullmatch(snapshot.name):
+        origin["commit"] = snapshot.name
+    if asked.subfolder:
+        origin["subfolder"] = asked.subfolder
     return Source(folder, origin)
 
 
@@ -107,12 +132,13 @@ def _refuse_unfinished(path: Path) -> None:
         )
 
 
-def _parse(text: str) -> tuple[str, str | None]:
-    """Repository and revision of a text that is no path here."""
-    repository, at, revision = text.partition("@")
+def _parse(text: str) -> HubId:
+    """The hub id that a text is that is no path here."""
+    name, colon, subfolder = text.partition(":")
+    repository, at, revision = name.partition("@")
     if text.startswith(("/", ".", "~")) or repository.endswith("/") or repository.count("/") > 1:
         raise SourceError(f"{text} does not exist; name a folder, or a hub id such as Qwen/Qwen3-0.6B")
-    neither = f"{text!r} is neither a folder here nor a hub id (org/name, or org/name@revision)"
+    neither = f"{text!r} is neither a folder here nor a hub id (org/name[@revision][:subfolder])"
     if "/" not in repository:
         raise SourceError(f"{neither}; check the spelling")
     with _library(text):
@@ -124,10 +150,12 @@ def _parse(text: str) -> tuple[str, str | None]:
         raise SourceError(f"{neither}: {error}") from None
     if at and (not _REVISION.fullmatch(revision) or ".." in revision):
         raise SourceError(f"{neither}: {revision!r} is not a branch, tag or commit")
-    return repository, revision or None
+    if colon and not _SUBFOLDER.fullmatch(subfolder):
+        raise SourceError(f"{neither}: {subfolder!r} is not a folder of a repository")
+    return HubId(repository, revision or None, subfolder or None)
 
 
-def _download(text: str, repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _download(text: str, asked: HubId, patterns: tuple[str, ...]) -> Path:
     with _library(text):
         import httpx
         from huggingface_hub import constants, errors, snapshot_download
@@ -137,13 +165,14 @@ def _download(text: str, repository: str, revision: str | None, patterns: tuple[
     if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
 
-    at = f"{repository}@{revision}" if revision else repository
+    repository, revision, at = asked.repository, asked.revision, str(asked)
+    below = f"{asked.subfolder}/" if asked.subfolder else ""
     try:
         folder = snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=list(patterns),
-            ignore_patterns=list(_SUBFOLDERS),
+            allow_patterns=[below + pattern for pattern in patterns],
+            ignore_patterns=[below + pattern for pattern in _BELOW],
             library_name="qwen3conv",
             library_version=__version__,
         )

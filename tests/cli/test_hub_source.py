@@ -90,6 +90,41 @@ def test_a_revision_is_fetched_by_branch_and_by_commit(client: Client, repositor
     assert {"revision": other, "commit": other}.items() <= made["source"].items()
 
 
+def test_of_a_subfolder_only_that_folder_is_fetched_and_the_manifest_names_it(client: Client, repository: Path) -> None:
+    inner = write_model(repository / "stages" / "step-500")
+    (inner / "other").mkdir()
+    shutil.copy(next(inner.glob("*.safetensors")), inner / "other" / "x.safetensors")
+    commit = client.hub.add("Qwen/Tiny", repository)
+    made = json.loads(client.run("hf-to-dcp", "Qwen/Tiny@main:stages/step-500", "dcp", "--json").stdout)
+    origin = {"hub": "Qwen/Tiny", "revision": "main", "commit": commit, "subfolder": "stages/step-500"}
+    assert origin.items() <= made["source"].items()
+    fetched = {request.path.partition("/stages/")[2] for request in client.hub.requests if "/resolve/" in request.path}
+    assert fetched == {f"step-500/{path.name}" for path in inner.iterdir() if path.is_file()}
+    shutil.rmtree(inner / "other")
+    local = client.run("fingerprint", inner).stdout
+    assert client.run("fingerprint", "Qwen/Tiny:stages/step-500").stdout == local
+    assert client.run("fingerprint", "Qwen/Tiny").stdout != local
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Qwen/Tiny:nowhere", "has no files of a model in a folder nowhere"),
+        ("Qwen/Tiny:original", "has no config.json in original"),
+        ("Qwen/Tiny:../x", "'../x' is not a folder of a repository"),
+        ("Qwen/Tiny:a/../x", "'a/../x' is not a folder of a repository"),
+        ("Qwen/Tiny:*", "'*' is not a folder of a repository"),
+        ("Qwen/Tiny:", "'' is not a folder of a repository"),
+        ("Qwen/Tiny:original@main", "'original@main' is not a folder of a repository"),
+    ],
+)
+def test_a_subfolder_that_is_none_is_refused(client: Client, repository: Path, text: str, expected: str) -> None:
+    client.hub.add("Qwen/Tiny", repository)
+    ran = client.run("hf-to-dcp", text, "dcp", code=1)
+    assert expected in ran.stderr
+    assert not (client.folder / "dcp").exists()
+
+
 def test_like_fetches_everything_but_weights(client: Client, repository: Path) -> None:
     commit = client.hub.add("Qwen/Tiny", repository)
     client.run("hf-to-dcp", repository, "dcp")

@@ -85,7 +85,7 @@ class Main(click.Group):
 def cli() -> None:
     """Convert, check and compare Qwen3 checkpoints, bit for bit.
 
-    A SRC or PATH is a folder, or a hub id (org/name, or org/name@revision) that is downloaded first. A folder of that
+    A SRC or PATH is a folder, or a hub id (org/name[@revision][:subfolder]) that is downloaded first. A folder of that
     name wins over the hub.
     """
 
