@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qwen3conv.training.kernels.block_plan import num_blocks, plan_blocks
+from qwen3conv.training.kernels.moe_experts import KernelError, moe_experts
+
+COUNTS = ([0, 1, 3, 4], [5, 0, 0, 0], [4, 4, 4, 4], [0, 0, 0, 1], [3, 5, 1, 0])
+
+
+def inputs(counts: list[int], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    shapes = ((sum(counts), 6), (4, 5, 6), (4, 6, 5), (4, 5, 6))
+    x, gate, down, up = (torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes)
+    return x, torch.tensor(counts), gate, down, up
+
+
+def by_autograd(x, counts, gate, down, up):
+    parts = x.split(counts.tolist())
+    return torch.cat([F.silu(p @ gate[e].T) * (p @ up[e].T) @ down[e].T for e, p in enumerate(parts)])
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+def test_output_and_gradients_are_those_of_autograd(counts: list[int]) -> None:
+    arguments = inputs(counts)
+    y, wanted = moe_experts(*arguments), by_autograd(*arguments)
+    torch.testing.assert_close(y, wanted, rtol=1e-12, atol=1e-12)
+    leaves = [a for a in arguments if a.requires_grad]
+    dy = torch.randn_like(y)
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(wanted, leaves, dy), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_pass_gradcheck_in_float64() -> None:
+    x, counts, *weights = inputs([0, 1, 3, 2])
+    assert torch.autograd.gradcheck(lambda x, *w: moe_experts(x, counts, *w), (x, *weights))
+
+
+def test_the_operator_passes_opcheck() -> None:
+    torch.library.opcheck(moe_experts, inputs([0, 1, 3, 2], torch.float32))
+
+
+def test_compile_sees_one_graph() -> None:
+    arguments = inputs([0, 1, 3, 2], torch.float32)
+    compiled = torch.compile(lambda *a: moe_experts(*a) * 2, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*arguments), moe_experts(*arguments) * 2, rtol=0, atol=0)
+
+
+def test_counts_that_do_not_sum_to_the_rows_are_refused() -> None:
+    x, counts, *weights = inputs([0, 1, 3, 2])
+    with pytest.raises(KernelError, match="counts sum to 7, x has 6 rows"):
+        moe_experts(x, counts + torch.tensor([1, 0, 0, 0]), *weights)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("block", [1, 2, 4, 8])
+def test_a_plan_gives_every_row_one_slot_of_its_expert(counts: list[int], block: int) -> None:
+    rows = sum(counts)
+    plan = plan_blocks(torch.tensor(counts), rows, block)
+    owner = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)])
+    slots = plan.slot_row.view(-1, block)
+    assert slots.shape[0] == num_blocks(rows, len(counts), block)
+    assert sorted(slots[slots < rows].tolist()) == list(range(rows))
+    assert (slots <= rows).all()
+    for expert, rows_of_block in zip(plan.block_expert.tolist(), slots, strict=True):
+        assert (owner[rows_of_block[rows_of_block < rows].long()] == expert).all()

@@ -1,0 +1,45 @@
+"""Which rows each block of an expert kernel computes: static shapes, everything data-dependent in tensors.
+
+Legend: E experts, R routed rows sorted by expert, B rows per block, N blocks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class BlockPlan(NamedTuple):
+    """Blocks of B rows, each of one expert."""
+
+    slot_row: torch.Tensor
+    """(N * B,) int32: the row in each slot; R where a slot is padding."""
+    block_expert: torch.Tensor
+    """(N,) int32: the expert of each block. Blocks nobody needs hold padding only and go to the last expert."""
+
+
+def num_blocks(rows: int, num_experts: int, block: int) -> int:
+    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B))."""
+    if rows <= num_experts:
+        return rows  # at worst one row each
+    return num_experts + (rows - num_experts) // block
+
+
+def plan_blocks(counts: torch.Tensor, rows: int, block: int) -> BlockPlan:
+    """The plan for ``counts`` (E,), rows per expert summing to ``rows``; N is ``num_blocks(rows, E, block)``.
+
+    Shapes follow from ``rows``, E and ``block`` alone, so one compiled kernel serves every routing.
+    """
+    experts = counts.shape[0]
+    blocks = num_blocks(rows, experts, block)
+    counts = counts.to(torch.int32)
+    ends = torch.cumsum((counts + block - 1) // block, 0, dtype=torch.int32)
+    index = torch.arange(blocks, device=counts.device, dtype=torch.int32)
+    owner = torch.searchsorted(ends, index, right=True).clamp_(max=experts - 1)
+    first_block = (ends - (counts + block - 1) // block).index_select(0, owner)
+    first_row = (torch.cumsum(counts, 0, dtype=torch.int32) - counts).index_select(0, owner)
+    rank = (index - first_block)[:, None] * block + torch.arange(block, device=counts.device, dtype=torch.int32)
+    is_row = rank < counts.index_select(0, owner)[:, None]
+    slots = torch.where(is_row, first_row[:, None] + rank, rows)
+    return BlockPlan(slots.reshape(-1).to(torch.int32), owner.to(torch.int32))
