@@ -32,6 +32,7 @@ class Run:
     folder: Path
     data: Path
     recipe: str = "pretrain"
+    backend: str = "native"
     steps: int | None = None
     seq_len: int | None = None
     batch_size: int | None = None
@@ -82,7 +83,7 @@ class Run:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc_per_node", str(self.mesh.ranks), "-m", "qwen3conv.training"]
         words += ["--device", self.device] if self.device is not None else []
-        words += ["--module", "qwen3conv.training.recipes.native", "--config", self.recipe]
+        words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.recipe]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
         words += ["--balance_experts"] if self.balance_experts else []
@@ -190,6 +191,8 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
     if run.on_bad_row is not None and not run.is_sft:
         problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
+    if run.backend == "nki-moe" and not geometry.is_moe:
+        problems.append("--backend nki-moe is for MoE models; this one is dense")
     if run.balance_experts and not geometry.is_moe:
         problems.append("--balance-experts is for MoE models; this one is dense")
     if problems:

@@ -118,12 +118,27 @@ def test_a_step_of_no_length_gives_the_source_back_bit_for_bit(moe: Path, data: 
     assert differing(read_tensors(tmp_path / "run" / "export"), read_tensors(moe)) == []
 
 
-def test_a_moe_trains_without_a_bias_that_its_export_could_not_hold(moe: Path, data: Path, tmp_path: Path) -> None:
-    train(moe, data, tmp_path / "run", steps=2)
-    found = steps_of(tmp_path / "run")
+@pytest.fixture(scope="module")
+def moe_trained(moe: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moe") / "run"
+    train(moe, data, folder, steps=2)
+    return folder
+
+
+def test_a_moe_trains_without_a_bias_that_its_export_could_not_hold(moe: Path, moe_trained: Path) -> None:
+    found = steps_of(moe_trained)
     assert list(found) == ["1", "2"]
     assert found["2"][0] < found["1"][0]
-    assert read_tensors(tmp_path / "run" / "export").keys() == read_tensors(moe).keys()
+    assert read_tensors(moe_trained / "export").keys() == read_tensors(moe).keys()
+
+
+def test_experts_by_the_operator_train_as_torchtitans_own(
+    moe: Path, moe_trained: Path, data: Path, tmp_path: Path
+) -> None:
+    train(moe, data, tmp_path / "run", "--no-export", "--backend", "nki-moe", steps=2)
+    ours = steps_of(tmp_path / "run")
+    for step, found in steps_of(moe_trained).items():
+        assert ours[step] == pytest.approx(found, rel=1e-5), step  # both in float32, expert by expert
 
 
 def chat(number: int) -> dict[str, Any]:
@@ -228,6 +243,7 @@ def test_eight_texts_are_learned_by_heart_and_come_back_from_the_export(
         (["--seq-len", 60], "do not divide among 8"),
         (["--fsdp", 2, "--batch-size", 3], "no multiple of 2"),
         (["--balance-experts"], "is for MoE models"),
+        (["--backend", "nki-moe"], "--backend nki-moe is for MoE models"),
         (["--ep", 2, "--fsdp", 2], "dense and has no experts"),
         (["--tp", 2, "--fsdp", 2], "rows of tied embeddings do not divide among tp x fsdp = 4"),
     ],

@@ -38,6 +38,13 @@ _DTYPES = ("source", "float32", "bfloat16")
 )
 @click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
 @click.option("--recipe", type=click.Choice(_RECIPES), default="pretrain", help="On text, or on answers (sft).")
+@click.option(
+    "--backend",
+    type=click.Choice(["native", "nki-moe"]),
+    default="native",
+    show_default=True,
+    help="torchtitan's Qwen3, or its MoE with our operator for experts (no NKI kernel yet: CPU and CUDA).",
+)
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Steps in all, those before included.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.")
 @click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Sequences per step, of all ranks.")
@@ -63,6 +70,7 @@ def train(
     data: Path,
     output: Path,
     recipe: str,
+    backend: str,
     steps: int | None,
     seq_len: int | None,
     batch_size: int | None,
@@ -95,6 +103,7 @@ def train(
         output,
         data,
         recipe,
+        backend,
         steps,
         seq_len,
         batch_size,

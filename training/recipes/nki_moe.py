@@ -1,0 +1,33 @@
+"""The native recipes with experts by ``qwen3conv::moe_experts``, which has no NKI kernel yet and refuses Neuron."""
+
+from __future__ import annotations
+
+from qwen3conv.training.recipes import native
+from qwen3conv.training.trainer import QwenTrainer
+
+_OVERRIDE = "qwen3conv.training.overrides.nki_moe.nki_moe"
+
+
+def _with_operator(config: QwenTrainer.Config) -> QwenTrainer.Config:
+    config.override.imports = [*config.override.imports, _OVERRIDE]
+    return config
+
+
+def pretrain() -> QwenTrainer.Config:
+    """``native.pretrain``."""
+    return _with_operator(native.pretrain())
+
+
+def sft() -> QwenTrainer.Config:
+    """``native.sft``."""
+    return _with_operator(native.sft())
+
+
+def tiny() -> QwenTrainer.Config:
+    """``native.tiny``."""
+    return _with_operator(native.tiny())
+
+
+def tiny_sft() -> QwenTrainer.Config:
+    """``native.tiny_sft``."""
+    return _with_operator(native.tiny_sft())
