@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 1 << 19
 """Default bytes of rows in flight per worker, on the wider side of a cast. They stay in a core's L2 from the read to
-the write. Smaller writes cost more calls; for larger ones Linux looks for larger runs of free memory, which on virtual
-machines are the ones that were given back to the host (1 MiB: 1.4 times the CPU, 2 MiB: three times).
+the write.
 """
 
 

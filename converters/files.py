@@ -12,6 +12,11 @@ from types import TracebackType
 
 from .errors import DestinationError, SourceError
 
+WRITE_BYTES = 1 << 16
+"""Bytes per call that writes. For larger ones Linux looks for larger runs of free memory, which on virtual machines are
+the ones that were given back to the host: 512 KiB took 1.5 times the CPU and the time (ext4, Linux 6.18).
+"""
+
 EARLY_BYTES = 8 << 20
 """Written bytes after which the disk is told to begin, so that a flush finds little left to wait for."""
 
@@ -88,7 +93,7 @@ class Files:
         with self._turn(name):
             while done < len(view):
                 try:
-                    done += os.pwrite(descriptor, view[done:], offset + done)
+                    done += os.pwrite(descriptor, view[done : done + WRITE_BYTES], offset + done)
                 except OSError as error:
                     raise write_failed(self._folder / name, error) from error
 
