@@ -14,13 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
-from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools import utils
-from torchtitan.trainer import Trainer
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 
@@ -28,6 +21,18 @@ from .data import ChatDataLoader
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .run_record import RunRecord
+from .titan import (
+    ChunkedLossWrapper,
+    CrossEntropyLoss,
+    ModelSpec,
+    Qwen3StateDictAdapter,
+    Trainer,
+    VarlenAttention,
+    default_adamw,
+    parallelize_qwen3,
+    register_moe_load_balancing_hook,
+    titan_utils,
+)
 
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
@@ -56,7 +61,7 @@ class QwenTrainer(Trainer):
     @staticmethod
     def _fit(config: Config, source: Qwen3Config) -> None:
         """Give ``config`` the model, loss and precision that ``source`` and the device ask for."""
-        device = utils.device_type
+        device = titan_utils.device_type
         config.model_spec = native_spec(
             source, max_seq_len=config.training.seq_len, device=device, balance_experts=config.balance_experts
         )
@@ -74,7 +79,7 @@ class QwenTrainer(Trainer):
         degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
         batch = config.training.local_batch_size * self.gradient_accumulation_steps * dims.dp_shard * dims.dp_replicate
         facts = {
-            "device": utils.device_type,
+            "device": titan_utils.device_type,
             "ranks": dist.get_world_size(),
             "degrees": degrees,
             "tokens_per_step": batch * config.training.seq_len,
@@ -121,7 +126,7 @@ def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_e
 def _parallelize(model: nn.Module, **options: Any) -> nn.Module:
     """torchtitan's own plan; where gloo reduces gradients, by sums, because it has no scaled ones (torch 2.13)."""
     parallel: nn.Module = parallelize_qwen3(model, **options)
-    if dist.get_backend() == "gloo" or torch.device(utils.device_type).type == "cpu":
+    if dist.get_backend() == "gloo" or torch.device(titan_utils.device_type).type == "cpu":
         for module in parallel.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
 from qwen3conv.training.data import ChatDataLoader
 from qwen3conv.training.text import text_loader
+from qwen3conv.training.titan import (
+    CheckpointManager,
+    LRSchedulersContainer,
+    MetricsProcessor,
+    ParallelismConfig,
+    SelectiveAC,
+    TrainingConfig,
+)
 from qwen3conv.training.trainer import QwenTrainer
 
 
