@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .command import Command
-from .options import json_option, source_argument
+from .options import json_option, reading_options, source_argument
 from .output import format_bytes, format_count, note, print_json, print_lines, print_table, say
 
 if TYPE_CHECKING:
     from qwen3conv.converters.inspection import Report
+    from qwen3conv.converters.stores.nxd_bindings import Queries
 
 _OTHERS_SHOWN = 3
 
@@ -21,16 +22,18 @@ _OTHERS_SHOWN = 3
 @click.command(cls=Command, example="qwen3conv inspect qwen3-dcp --tensors")
 @source_argument("path", "PATH")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@reading_options
 @json_option
-def inspect(path: str, tensors: bool, json: bool) -> None:
+def inspect(path: str, tensors: bool, like: str | None, query_heads: Queries | None, json: bool) -> None:
     """What a folder is, whether it is whole, what will bite.
 
     Only headers are read. The exit code is 0 for an incomplete checkpoint too; --json says `complete`.
     """
     from qwen3conv.converters.inspection import inspect as examine
-    from qwen3conv.tools.hub import resolve_source
+    from qwen3conv.tools.hub import resolve_like, resolve_source
 
-    report = examine(resolve_source(path, announce=note).path)
+    config = None if like is None else resolve_like(like, announce=note).path
+    report = examine(resolve_source(path, announce=note).path, like=config, queries=query_heads)
     if json:
         print_json(report.to_dict(tensors=tensors))
         return
