@@ -54,6 +54,11 @@ class Run:
         return self.recipe.endswith("sft")
 
     @property
+    def source_format(self) -> str:
+        """The format that the backend's model loads."""
+        return "accelerate" if self.backend == "transformers" else "titan"
+
+    @property
     def source(self) -> Path:
         """The start, as torchtitan loads it."""
         return self.folder / "source"
@@ -187,12 +192,16 @@ def check_run(run: Run, config: Qwen3Config) -> None:
             f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
             "which torchtitan 0.3 on torch 2.13 trains wrongly"
         )
-    if config.rope_scaling is not None:
+    if config.rope_scaling is not None and run.backend != "transformers":
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
     if run.on_bad_row is not None and not run.is_sft:
         problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
     if run.backend == "nki-moe" and not geometry.is_moe:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
+    if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
+        problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
+    if run.backend == "transformers" and "auto_map" in config.raw:
+        problems.append("config.json has auto_map, code beside the weights, which is not run: remove it")
     if run.balance_experts and not geometry.is_moe:
         problems.append("--balance-experts is for MoE models; this one is dense")
     if problems:

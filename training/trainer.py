@@ -6,7 +6,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,10 @@ from .run_record import RunRecord
 from .titan import (
     ChunkedLossWrapper,
     CrossEntropyLoss,
+    FullAC,
     ModelSpec,
     Qwen3StateDictAdapter,
+    SelectiveAC,
     Trainer,
     VarlenAttention,
     default_adamw,
@@ -58,13 +60,11 @@ class QwenTrainer(Trainer):
         super().__init__(config)
         self._record(config)
 
-    @staticmethod
-    def _fit(config: Config, source: Qwen3Config) -> None:
+    @classmethod
+    def _fit(cls, config: Config, source: Qwen3Config) -> None:
         """Give ``config`` the model, loss and precision that ``source`` and the device ask for."""
         device = titan_utils.device_type
-        config.model_spec = native_spec(
-            source, max_seq_len=config.training.seq_len, device=device, balance_experts=config.balance_experts
-        )
+        config.model_spec = cls._spec(config, source, device)
         loss = CrossEntropyLoss.Config(global_vocab_size=source.geometry.vocab_size)
         config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
         config.optimizer = default_adamw(lr=config.learning_rate)
@@ -73,6 +73,12 @@ class QwenTrainer(Trainer):
         if device == "cpu":
             config.training.mixed_precision_param = "float32"  # bfloat16 takes 15 times as long there
             config.training.disable_cuda_graphs = True
+
+    @classmethod
+    def _spec(cls, config: Config, source: Qwen3Config, device: str) -> ModelSpec:
+        return native_spec(
+            source, max_seq_len=config.training.seq_len, device=device, balance_experts=config.balance_experts
+        )
 
     def _record(self, config: Config) -> None:
         dims = self.parallel_dims
@@ -99,6 +105,26 @@ class QwenTrainer(Trainer):
         self.metrics_processor.log = log_and_record
 
 
+class TransformersTrainer(QwenTrainer):
+    """The same with the model that transformers has for the checkpoint."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QwenTrainer.Config):
+        """The fields of ``QwenTrainer.Config``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    @classmethod
+    def _spec(cls, config: QwenTrainer.Config, source: Qwen3Config, device: str) -> ModelSpec:
+        from .transformers_model import transformers_spec
+
+        if source.geometry.is_moe and isinstance(config.activation_checkpoint, SelectiveAC.Config):
+            # torch 2.13 finds a cached tensor changed in transformers' experts
+            config.activation_checkpoint = FullAC.Config()
+        return _reducing_by_sums(transformers_spec(source, device=device))
+
+
 def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_experts: bool = False) -> ModelSpec:
     """torchtitan's native Qwen3 for the sizes of ``config``, in the parts that run on ``device``.
 
@@ -112,22 +138,28 @@ def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_e
         reference_experts=device == "cpu",
         load_balance_coeff=_LOAD_BALANCE_COEFF if balance_experts else None,
     )
-    return ModelSpec(
-        name="qwen3",
-        flavor="from config.json",
-        model=model,
-        parallelize_fn=_parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=register_moe_load_balancing_hook if balance_experts else None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+    return _reducing_by_sums(
+        ModelSpec(
+            name="qwen3",
+            flavor="from config.json",
+            model=model,
+            parallelize_fn=parallelize_qwen3,
+            pipelining_fn=None,
+            post_optimizer_build_fn=register_moe_load_balancing_hook if balance_experts else None,
+            state_dict_adapter=Qwen3StateDictAdapter,
+        )
     )
 
 
-def _parallelize(model: nn.Module, **options: Any) -> nn.Module:
-    """torchtitan's own plan; where gloo reduces gradients, by sums, because it has no scaled ones (torch 2.13)."""
-    parallel: nn.Module = parallelize_qwen3(model, **options)
-    if dist.get_backend() == "gloo" or torch.device(titan_utils.device_type).type == "cpu":
-        for module in parallel.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-    return parallel
+def _reducing_by_sums(spec: ModelSpec) -> ModelSpec:
+    """``spec`` that reduces gradients by sums where gloo does it, which has no scaled ones (torch 2.13)."""
+
+    def parallelize(model: nn.Module, **options: Any) -> nn.Module:
+        parallel: nn.Module = spec.parallelize_fn(model, **options)
+        if dist.get_backend() == "gloo" or torch.device(titan_utils.device_type).type == "cpu":
+            for module in parallel.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        return parallel
+
+    return replace(spec, parallelize_fn=parallelize)

@@ -40,10 +40,10 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--recipe", type=click.Choice(_RECIPES), default="pretrain", help="On text, or on answers (sft).")
 @click.option(
     "--backend",
-    type=click.Choice(["native", "nki-moe"]),
+    type=click.Choice(["native", "transformers", "nki-moe"]),
     default="native",
     show_default=True,
-    help="torchtitan's Qwen3, or its MoE with our operator for experts (no NKI kernel yet: CPU and CUDA).",
+    help="torchtitan's Qwen3, transformers' one, or torchtitan's MoE with our operator for experts.",
 )
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Steps in all, those before included.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.")
@@ -187,7 +187,7 @@ def _make_source(run: Run, place: Path, source: str) -> None:
     run.folder.mkdir(parents=True, exist_ok=True)
     origin = {"path": source, "trains": str(place.resolve())}
     try:
-        carry_out(prepare(place, run.source, "titan", origin=origin))
+        carry_out(prepare(place, run.source, run.source_format, origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and not has_chat_template(run.assets):

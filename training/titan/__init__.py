@@ -12,9 +12,10 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive, override
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
@@ -41,12 +42,14 @@ from torchtitan.trainer import Trainer
 __all__ = [
     "DATASETS",
     "IGNORE_INDEX",
+    "TORCH_DTYPE_MAP",
     "CheckpointManager",
     "ChunkedLossWrapper",
     "CosSinRoPE",
     "CrossEntropyLoss",
     "DatasetConfig",
     "Embedding",
+    "FullAC",
     "GroupedExperts",
     "HuggingFaceTextDataLoader",
     "LRSchedulersContainer",
