@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from qwen3conv.converters.config import Qwen3Config, read_config
 
 from .data import ChatDataLoader
+from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .run_record import RunRecord
@@ -45,12 +46,18 @@ class QwenTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's fields and three more."""
+        """torchtitan's fields and a few more."""
 
         learning_rate: float = 1e-5
         """AdamW's peak rate. torchtitan keeps it in parameter groups, which its command line does not reach."""
         balance_experts: bool = False
         """Train MoE's routing bias, for which an exported Hugging Face model has no place."""
+        lora_rank: int = 0
+        """Rank of LoRA's adapters; with 0 every parameter is trained."""
+        lora_alpha: float = 0.0
+        """Their product counts ``lora_alpha / lora_rank`` times."""
+        lora_targets: str = ""
+        """Matrices that get an adapter, by PEFT's names, with commas; all linear ones of the layers without any."""
         record: str = "run.json"
         """Where the run is recorded, in ``dump_folder``."""
 
@@ -76,9 +83,18 @@ class QwenTrainer(Trainer):
 
     @classmethod
     def _spec(cls, config: Config, source: Qwen3Config, device: str) -> ModelSpec:
-        return native_spec(
-            source, max_seq_len=config.training.seq_len, device=device, balance_experts=config.balance_experts
+        spec = native_spec(
+            source,
+            max_seq_len=config.training.seq_len,
+            device=device,
+            balance_experts=config.balance_experts,
+            fuse_qkv=not config.lora_rank,
         )
+        if not config.lora_rank:
+            return spec
+        targets = check_targets(split_targets(config.lora_targets), is_moe=source.geometry.is_moe)
+        model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
+        return replace(spec, model=model)
 
     def _record(self, config: Config) -> None:
         dims = self.parallel_dims
@@ -91,6 +107,13 @@ class QwenTrainer(Trainer):
             "tokens_per_step": batch * config.training.seq_len,
             "shape": [config.training.local_batch_size, config.training.seq_len],
             "learning_rate": config.learning_rate,
+            "lora": {
+                "rank": config.lora_rank,
+                "alpha": config.lora_alpha,
+                "targets": split_targets(config.lora_targets),
+            }
+            if config.lora_rank
+            else None,
             "rows_left_out": len(getattr(self.dataloader, "bad_rows", ())),
         }
         if dist.get_rank():
@@ -103,6 +126,12 @@ class QwenTrainer(Trainer):
             log(step, loss, largest, norm, *args, **more)
 
         self.metrics_processor.log = log_and_record
+
+
+def _lora_facts(config: QwenTrainer.Config) -> dict[str, Any] | None:
+    if not config.lora_rank:
+        return None
+    return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": split_targets(config.lora_targets)}
 
 
 class TransformersTrainer(QwenTrainer):
@@ -125,7 +154,9 @@ class TransformersTrainer(QwenTrainer):
         return _reducing_by_sums(transformers_spec(source, device=device))
 
 
-def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_experts: bool = False) -> ModelSpec:
+def native_spec(
+    config: Qwen3Config, *, max_seq_len: int, device: str, balance_experts: bool = False, fuse_qkv: bool = True
+) -> ModelSpec:
     """torchtitan's native Qwen3 for the sizes of ``config``, in the parts that run on ``device``.
 
     Off CUDA, attention is ``DocumentAttention``; on a CPU, experts compute in their own dtype, because torchtitan's
@@ -136,6 +167,7 @@ def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_e
         max_seq_len=max_seq_len,
         inner_attention=VarlenAttention.Config() if device == "cuda" else DocumentAttention.Config(),
         reference_experts=device == "cpu",
+        fuse_qkv=fuse_qkv,
         load_balance_coeff=_LOAD_BALANCE_COEFF if balance_experts else None,
     )
     return _reducing_by_sums(

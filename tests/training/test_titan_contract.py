@@ -13,11 +13,12 @@ from qwen3conv.training.devices import prepare_torchtitan
 NAMES = {
     "torchtitan.components.checkpointer": ["CheckpointManager"],
     "torchtitan.components.dataloader": ["ParallelAwareDataloader"],
+    "torchtitan.components.lora": ["LoRAConverter"],
     "torchtitan.components.loss": ["ChunkedLossWrapper", "CrossEntropyLoss", "IGNORE_INDEX"],
     "torchtitan.components.metrics": ["MetricsProcessor"],
     "torchtitan.components.optimizer": ["LRSchedulersContainer", "default_adamw", "register_moe_load_balancing_hook"],
     "torchtitan.config": ["TORCH_DTYPE_MAP"],
-    "torchtitan.config.configs": ["ParallelismConfig", "TrainingConfig"],
+    "torchtitan.config.configs": ["DebugConfig", "ParallelismConfig", "TrainingConfig"],
     "torchtitan.config.override": ["derive"],
     "torchtitan.distributed.activation_checkpoint": ["FullAC", "SelectiveAC"],
     "torchtitan.distributed.compile": ["apply_compile"],

@@ -6,6 +6,7 @@ from qwen3conv.training.data import ChatDataLoader
 from qwen3conv.training.text import text_loader
 from qwen3conv.training.titan import (
     CheckpointManager,
+    DebugConfig,
     LRSchedulersContainer,
     MetricsProcessor,
     ParallelismConfig,
@@ -26,6 +27,7 @@ def pretrain() -> QwenTrainer.Config:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(enable=True, interval=500, last_save_model_only=False),
         activation_checkpoint=SelectiveAC.Config(),
+        debug=DebugConfig(seed=42),  # of adapters; all other numbers are loaded
     )
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.hf_datasets import DatasetConfig
@@ -48,12 +49,14 @@ __all__ = [
     "CosSinRoPE",
     "CrossEntropyLoss",
     "DatasetConfig",
+    "DebugConfig",
     "Embedding",
     "FullAC",
     "GroupedExperts",
     "HuggingFaceTextDataLoader",
     "LRSchedulersContainer",
     "Linear",
+    "LoRAConverter",
     "MetricsProcessor",
     "ModelSpec",
     "Module",
