@@ -22,6 +22,9 @@ from qwen3conv.converters.placement import Mesh, check_mesh
 LOSS_CHUNKS = 8
 """torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
 
+ERRORS = "QWEN3CONV_ERRORS"
+"""Environment variable with a file that the first rank to fail writes a reason to, for the command that launched it."""
+
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -56,6 +59,8 @@ class Run:
     on_bad_row: str | None = None
     packing: bool = True
     lora: Lora | None = None
+    export_every: int | None = None
+    """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
     extra: tuple[str, ...] = ()
     """Flags of torchtitan's own, behind all others."""
 
@@ -124,7 +129,7 @@ class Run:
             "training.local_batch_size": self.local_batch_size,
             "training.seq_len": self.seq_len,
             "training.global_batch_size": self.batch_size,
-            "checkpoint.interval": self.save_every,
+            "checkpoint.interval": self.save_every or self.export_every,
             "learning_rate": self.learning_rate,
             "dataloader.on_bad_row": self.on_bad_row,
             "dataloader.on_long_row": self.on_bad_row,
@@ -234,6 +239,8 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
     if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
         problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
+    if run.export_every is not None and run.export_every % (run.save_every or run.export_every):
+        problems.append(f"--export-every {run.export_every} is no multiple of --save-every {run.save_every}")
     if run.lora is not None and run.backend != "native":
         problems.append("--lora-rank is for --backend native, whose component it is")
     if run.backend == "transformers" and "auto_map" in config.raw:

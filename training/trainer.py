@@ -6,6 +6,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from .data import ChatDataLoader
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
+from .progress import Progress
 from .run_record import RunRecord
 from .titan import (
     ChunkedLossWrapper,
@@ -100,7 +102,7 @@ class QwenTrainer(Trainer):
         dims = self.parallel_dims
         degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
         batch = config.training.local_batch_size * self.gradient_accumulation_steps * dims.dp_shard * dims.dp_replicate
-        facts = {
+        facts: dict[str, Any] = {
             "device": titan_utils.device_type,
             "ranks": dist.get_world_size(),
             "degrees": degrees,
@@ -119,11 +121,14 @@ class QwenTrainer(Trainer):
         if dist.get_rank():
             return
         record = RunRecord.start(Path(config.dump_folder) / config.record, facts)
-        log = self.metrics_processor.log
+        log, monitor = self.metrics_processor.log, self.metrics_processor.device_memory_monitor
+        progress = Progress(steps=config.training.steps, tokens_per_step=facts["tokens_per_step"])
 
         def log_and_record(step: int, loss: float, largest: float, norm: float, *args: Any, **more: Any) -> None:
-            record.step(step, loss=loss, grad_norm=norm)
+            seconds, memory = progress.took(step), round(monitor.get_peak_stats().max_reserved_gib * 2**30)
+            record.step(step, loss=loss, grad_norm=norm, seconds=round(seconds, 3), memory_bytes=memory)
             log(step, loss, largest, norm, *args, **more)
+            sys.stderr.write(progress.line(step, loss, memory) + "\n")
 
         self.metrics_processor.log = log_and_record
 

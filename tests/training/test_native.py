@@ -75,15 +75,20 @@ def trained(dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return once(tmp_path_factory, "native-trained", build)
 
 
-def test_the_loss_falls_and_every_step_is_recorded(trained: Path) -> None:
+def test_the_loss_falls_and_every_step_is_recorded(trained: Path, dense: Path) -> None:
     losses = [loss for loss, _ in steps_of(trained / "whole").values()]
     assert list(steps_of(trained / "whole")) == [str(step) for step in range(1, STEPS + 1)]
     assert losses[-1] < losses[0]
     record = json.loads((trained / "whole" / "run.json").read_text())
     assert (record["device"], record["ranks"], record["tokens_per_step"]) == ("cpu", 1, 128)
     assert record["versions"]["torchtitan"] == "0.3.0"
-    keys = ["versions", "device", "ranks", "degrees", "tokens_per_step", "shape", "learning_rate", "rows_left_out"]
-    assert list(record) == [*keys, "steps"]
+    keys = ["versions", "device", "ranks", "degrees", "tokens_per_step", "shape", "learning_rate", "lora"]
+    assert list(record) == [*keys, "rows_left_out", "seconds", "source", "export", "steps"]
+    assert record["source"]["fingerprint"] == fingerprint(dense)
+    assert record["export"]["fingerprint"] == fingerprint(trained / "whole" / "export")
+    manifest = json.loads((trained / "whole" / "export" / "qwen3conv.json").read_text())
+    assert manifest["source"]["trained_from"] == fingerprint(dense)
+    assert manifest["source"]["training"]["tokens_per_step"] == 128
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(trained: Path) -> None:
@@ -272,6 +277,19 @@ def test_other_data_other_folders_and_other_runs_are_refused(
         shutil.copy(dense / name, bare)
     assert "has no tokenizer.json" in train(bare, data, tmp_path / "run", code=1).stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_exports_on_the_way_are_those_of_their_steps(dense: Path, data: Path, tmp_path: Path) -> None:
+    refused = train(dense, data, tmp_path / "run", "--export-every", 3, "--save-every", 2, code=1)
+    assert "--export-every 3 is no multiple of --save-every 2" in refused.stderr
+    said = train(dense, data, tmp_path / "run", "--export-every", 2).stderr
+    assert "exported step 2" in said
+    exports = tmp_path / "run" / "exports"
+    assert {path.name for path in exports.iterdir()} == {"step-2", "step-4"}
+    assert fingerprint(exports / "step-4") == fingerprint(tmp_path / "run" / "export")
+    step = tmp_path / "run" / "checkpoint" / "step-2"
+    run("convert", step, tmp_path / "again", "--to", "hf", "--like", dense, "--dtype", "bfloat16")
+    assert fingerprint(exports / "step-2") == fingerprint(tmp_path / "again")
 
 
 def test_rows_without_text_end_the_run_with_a_word(dense: Path, tmp_path: Path) -> None:

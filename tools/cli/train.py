@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,6 +62,7 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--lora-alpha", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Default: twice the rank.")
 @click.option("--lora-targets", metavar="NAMES", help="q_proj,v_proj,... Default: all of attention and dense MLP.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default="source", help="Of the export.")
+@click.option("--export-every", type=click.IntRange(min=1), metavar="N", help="Steps between exports on the way.")
 @click.option("--no-export", is_flag=True, help="Leave torchtitan's checkpoint as it is.")
 @click.option("--print", "prints", is_flag=True, help="Print the command that would train, and do nothing.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN_FLAGS]...")
@@ -93,6 +90,7 @@ def train(
     lora_alpha: float | None,
     lora_targets: str | None,
     dtype: str,
+    export_every: int | None,
     no_export: bool,
     prints: bool,
     flags: tuple[str, ...],
@@ -104,12 +102,14 @@ def train(
     RUN/export, and what happened to RUN/run.json. The same command again goes on where the run stopped, on another mesh
     too. Further flags are torchtitan's own.
     """
+    from qwen3conv.converters.dtypes import FROM_TORCH_NAME
     from qwen3conv.converters.placement import Mesh
+    from qwen3conv.tools.training_run import carry_out_run, look, make_source, require_training
     from qwen3conv.training.launch import Run, check_run, read_record, typed
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
-    place, config = _look(source)
+    place, config = look(source)
     run = Run(
         output,
         data,
@@ -127,27 +127,20 @@ def train(
         on_bad_row,
         not no_packing,
         _lora(config, lora_rank, lora_alpha, lora_targets),
+        export_every,
         flags,
     )
     check_run(run, config)
     if prints:
         say(typed(run.command()))
         return
-    _require_training()
-    _make_source(run, place, source)
+    require_training()
+    make_source(run, place, source)
     if run.changes_data_ranks():
         warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
     note(f"training: {typed(run.command())}")
-    ended = subprocess.run(run.command(), stdout=2, check=False)  # torchtitan's log is no result
-    if ended.returncode:
-        raise click.ClickException(
-            f"training ended with code {ended.returncode}; what it said is above, and what it saved is in "
-            f"{run.folder / 'checkpoint'}: the same command goes on from there"
-        )
-    if run.lora is not None:
-        _export_adapter(run, run.lora)
-    if not no_export:
-        _export(run, config, dtype)
+    code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
+    carry_out_run(run, code, exports=not no_export, announce=note)
     record = read_record(run.record)
     _draw(run, record)
     if json:
@@ -163,18 +156,6 @@ def train(
         say(f"The trained model: {run.export}")
 
 
-def _look(source: str) -> tuple[Path, Qwen3Config]:
-    """The checkpoint's folder and its config, without which nothing can be trained."""
-    from qwen3conv.converters.detection import open_checkpoint
-    from qwen3conv.converters.errors import SourceError
-    from qwen3conv.tools.hub import resolve_source
-
-    checkpoint = open_checkpoint(resolve_source(source, announce=note).path)
-    if checkpoint.config is None:
-        raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
-    return checkpoint.path, checkpoint.config
-
-
 def _lora(config: Qwen3Config, rank: int | None, alpha: float | None, targets: str | None) -> Lora | None:
     from qwen3conv.training.launch import Lora
     from qwen3conv.training.lora import check_targets, split_targets
@@ -182,50 +163,6 @@ def _lora(config: Qwen3Config, rank: int | None, alpha: float | None, targets: s
     if rank is None:
         return None
     return Lora(rank, alpha or 2.0 * rank, check_targets(split_targets(targets or ""), is_moe=config.geometry.is_moe))
-
-
-def _require_training() -> None:
-    import importlib.util
-
-    from qwen3conv.converters.errors import ConversionError
-
-    absent = [name for name in ("torchtitan", "datasets") if importlib.util.find_spec(name) is None]
-    if absent:
-        raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
-
-
-def _make_source(run: Run, place: Path, source: str) -> None:
-    """``RUN/source``, unless an earlier try of the same run made it."""
-    from qwen3conv.converters.conversion import carry_out, prepare
-    from qwen3conv.converters.errors import DestinationError, SourceError
-    from qwen3conv.converters.manifest import read_manifest
-    from qwen3conv.training.launch import has_chat_template
-
-    if run.source.is_dir():
-        manifest = read_manifest(run.source)
-        if manifest is None or manifest.source.get("trains") != str(place.resolve()):
-            raise DestinationError(f"{run.folder} is a run of another checkpoint than {source}; name another --output")
-        if manifest.format != run.source_format or not run.has_the_same_adapters():
-            raise DestinationError(
-                f"{run.folder} is a run of another backend, or with other adapters or none; repeat them, or name "
-                "another --output"
-            )
-        return
-    if run.folder.exists() and any(run.folder.iterdir()):
-        raise DestinationError(f"{run.folder} exists and is no run; name another --output")
-    run.folder.mkdir(parents=True, exist_ok=True)
-    origin = {"path": source, "trains": str(place.resolve())}
-    try:
-        carry_out(prepare(place, run.source, run.source_format, origin=origin))
-        if not (run.assets / "tokenizer.json").is_file():
-            raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
-        if run.is_sft and not has_chat_template(run.assets):
-            raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
-    except BaseException:
-        shutil.rmtree(run.source, ignore_errors=True)
-        if not os.listdir(run.folder):
-            run.folder.rmdir()
-        raise
 
 
 def _draw(run: Run, record: dict[str, object]) -> None:
@@ -237,34 +174,3 @@ def _draw(run: Run, record: dict[str, object]) -> None:
         draw_losses({run.folder.name: record}, run.folder / "loss.png")
     except ConversionError as error:
         note(f"no picture: {error}")
-
-
-def _last_step(run: Run) -> tuple[int, Path]:
-    from qwen3conv.converters.errors import SourceError
-
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
-    return checkpoints[-1]
-
-
-def _export_adapter(run: Run, lora: Lora) -> None:
-    from qwen3conv.training.lora import export_adapter
-
-    export_adapter(_last_step(run)[1], run.adapter, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-
-
-def _export(run: Run, config: Qwen3Config, dtype: str) -> None:
-    """The last checkpoint, or the source with the last adapter, as ``RUN/export``, in the source's dtype."""
-    from qwen3conv.converters.conversion import carry_out, prepare
-    from qwen3conv.converters.dtypes import FROM_TORCH_NAME
-    from qwen3conv.converters.policies import DEFAULTS
-
-    step, folder = _last_step(run)
-    code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
-    origin: dict[str, object] = {"path": str(folder), "step": step, "run": str(run.record)}
-    choices = replace(DEFAULTS, like=run.assets, dtype=code)
-    if run.lora is not None:
-        choices = replace(DEFAULTS, dtype=code, adapter=run.adapter)
-        folder, origin["adapter"] = run.source, str(run.adapter)
-    carry_out(prepare(folder, run.export, "hf", choices, origin=origin), overwrite=True)

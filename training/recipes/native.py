@@ -25,7 +25,7 @@ def pretrain() -> QwenTrainer.Config:
         training=TrainingConfig(local_batch_size=1, seq_len=2048, steps=1000),
         # torchtitan's default backend holds parameters that FSDP2 of torch 2.13 cannot shard on more than one rank
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=CheckpointManager.Config(enable=True, interval=500, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(enable=True, interval=500, async_mode="async", last_save_model_only=False),
         activation_checkpoint=SelectiveAC.Config(),
         debug=DebugConfig(seed=42),  # of adapters; all other numbers are loaded
     )

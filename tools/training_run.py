@@ -1,0 +1,169 @@
+"""What ``train`` does around torchtitan: the start made from any checkpoint, exports on the way and at the end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.conversion import carry_out, prepare
+from qwen3conv.converters.detection import open_checkpoint
+from qwen3conv.converters.errors import ConversionError, DestinationError, SourceError
+from qwen3conv.converters.manifest import Manifest, read_manifest
+from qwen3conv.converters.policies import DEFAULTS
+from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
+from qwen3conv.training.run_record import add_to_record
+
+from .hub import resolve_source
+
+Announce = Callable[[str], None]
+
+_POLL_SECONDS = 0.5
+
+
+def look(source: str, announce: Announce = lambda message: None) -> tuple[Path, Qwen3Config]:
+    """The checkpoint's folder and its config, without which nothing can be trained.
+
+    Raises:
+        SourceError: it has none, or is no checkpoint.
+    """
+    checkpoint = open_checkpoint(resolve_source(source, announce=announce).path)
+    if checkpoint.config is None:
+        raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
+    return checkpoint.path, checkpoint.config
+
+
+def require_training() -> None:
+    """Return when what training needs is installed."""
+    absent = [name for name in ("torchtitan", "datasets") if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
+
+
+def make_source(run: Run, place: Path, source: str) -> None:
+    """Make ``RUN/source`` of the checkpoint in ``place``, unless an earlier try of the same run did.
+
+    Raises:
+        DestinationError: the folder is in use for something else.
+        SourceError: the checkpoint lacks what training needs.
+    """
+    if run.source.is_dir():
+        manifest = read_manifest(run.source)
+        if manifest is None or manifest.source.get("trains") != str(place.resolve()):
+            raise DestinationError(f"{run.folder} is a run of another checkpoint than {source}; name another --output")
+        if manifest.format != run.source_format or not run.has_the_same_adapters():
+            raise DestinationError(
+                f"{run.folder} is a run of another backend, or with other adapters or none; repeat them, or name "
+                "another --output"
+            )
+        return
+    if run.folder.exists() and any(run.folder.iterdir()):
+        raise DestinationError(f"{run.folder} exists and is no run; name another --output")
+    run.folder.mkdir(parents=True, exist_ok=True)
+    origin = {"path": source, "trains": str(place.resolve())}
+    try:
+        carry_out(prepare(place, run.source, run.source_format, origin=origin))
+        if not (run.assets / "tokenizer.json").is_file():
+            raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
+        if run.is_sft and not has_chat_template(run.assets):
+            raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
+    except BaseException:
+        shutil.rmtree(run.source, ignore_errors=True)
+        if not os.listdir(run.folder):
+            run.folder.rmdir()
+        raise
+
+
+def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None) -> None:
+    """Train, and export with parameters of ``dtype`` (a dtype code): every ``export_every`` steps, and the last one.
+
+    Raises:
+        ConversionError: training ended with an error; checkpoints that are there can be gone on from.
+    """
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
+        errors = Path(room) / "errors"
+        # torchtitan's log is no result, so it goes to stderr
+        process = subprocess.Popen(run.command(), stdout=2, env={**os.environ, ERRORS: str(errors)})
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                _export_on_the_way(run, dtype, announce)
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if process.returncode:
+            said = errors.read_text(encoding="utf-8").strip() if errors.is_file() else "what it said is above"
+            raise ConversionError(
+                f"training ended with code {process.returncode}: {said}\n"
+                f"What it saved is in {run.folder / 'checkpoint'}: the same command goes on from there"
+            )
+    facts: dict[str, object] = {}
+    if (source := read_manifest(run.source)) is not None:
+        facts["source"] = {"fingerprint": source.fingerprint, **source.source}
+    _export_on_the_way(run, dtype, announce)
+    if run.lora is not None:
+        _export_adapter(run, _last_step(run)[1], run.adapter)
+    if exports:
+        step, folder = _last_step(run)
+        written = _export(run, step, folder, run.export, run.adapter, dtype)
+        facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
+    add_to_record(run.record, seconds=round(time.monotonic() - begun, 1), **facts)
+
+
+def _last_step(run: Run) -> tuple[int, Path]:
+    checkpoints = run.checkpoints()
+    if not checkpoints:
+        raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
+    return checkpoints[-1]
+
+
+def _export_on_the_way(run: Run, dtype: str | None, announce: Announce) -> None:
+    """``RUN/exports/step-N`` of whole checkpoints that are due and have none yet."""
+    if run.export_every is None:
+        return
+    for step, folder in run.checkpoints():
+        place = run.folder / "exports" / f"step-{step}"
+        if step % run.export_every or place.exists():
+            continue
+        place.parent.mkdir(exist_ok=True)
+        adapter = run.folder / "exports" / f"adapter-{step}"
+        if run.lora is not None:
+            _export_adapter(run, folder, adapter)
+        _export(run, step, folder, place, adapter, dtype)
+        announce(f"exported step {step} to {place}")
+
+
+def _export_adapter(run: Run, step: Path, place: Path) -> None:
+    from qwen3conv.training.lora import export_adapter
+
+    assert run.lora is not None
+    export_adapter(step, place, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets)
+
+
+def _export(run: Run, step: int, folder: Path, place: Path, adapter: Path, dtype: str | None) -> Manifest:
+    """The checkpoint of a step, or the source with the ``adapter`` of that step, as a Hugging Face folder."""
+    record = read_record(run.record)
+    about: dict[str, object] = {"backend": run.backend, "recipe": run.recipe}
+    about |= {key: record.get(key) for key in ("versions", "device", "degrees", "tokens_per_step", "lora")}
+    source = read_manifest(run.source)
+    origin: dict[str, object] = {
+        "path": str(folder),
+        "step": step,
+        "run": str(run.record),
+        "trained_from": source.fingerprint if source is not None else None,
+        "training": about,
+    }
+    choices = replace(DEFAULTS, like=run.assets, dtype=dtype)
+    if run.lora is not None:
+        choices = replace(DEFAULTS, dtype=dtype, adapter=adapter)
+        folder, origin["adapter"] = run.source, str(adapter)
+    return carry_out(prepare(folder, place, "hf", choices, origin=origin), overwrite=True)
