@@ -19,6 +19,8 @@ from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_prob
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.placement import Mesh, check_mesh
 
+from .layouts import check_size, recipe_name
+
 LOSS_CHUNKS = 8
 """torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
 
@@ -45,6 +47,8 @@ class Run:
     folder: Path
     data: Path
     recipe: str = "pretrain"
+    model: str | None = None
+    """Size of the recipe, which the source must have; only of ``pretrain`` and ``sft``."""
     backend: str = "native"
     steps: int | None = None
     seq_len: int | None = None
@@ -63,6 +67,11 @@ class Run:
     """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
     extra: tuple[str, ...] = ()
     """Flags of torchtitan's own, behind all others."""
+
+    @property
+    def config(self) -> str:
+        """The recipe as ``--config`` names it."""
+        return self.recipe if self.model is None else recipe_name(self.model, sft=self.is_sft)
 
     @property
     def is_sft(self) -> bool:
@@ -111,7 +120,7 @@ class Run:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc_per_node", str(self.mesh.ranks), "-m", "qwen3conv.training"]
         words += ["--device", self.device] if self.device is not None else []
-        words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.recipe]
+        words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
         words += ["--balance_experts"] if self.balance_experts else []
@@ -205,13 +214,17 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         raise SourceError(
             f"{run.data} is not a file of text rows; expected one that ends in {', '.join(DATA_SUFFIXES)}"
         )
-    check_mesh(run.mesh, config.geometry)
     mesh, geometry = run.mesh, config.geometry
+    if run.model is not None:
+        check_size(run.model, geometry, "the source")
+    check_mesh(mesh, geometry)
     problems = []
     if mesh.pp > 1:
         problems.append("pp: torchtitan 0.3's pipelines need a newer torch than 2.13")
     if geometry.num_key_value_heads % mesh.tp:
         problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
+    if run.model is not None and run.recipe not in ("pretrain", "sft"):
+        problems.append(f"--model is for --recipe pretrain and sft, not {run.recipe}")
     if run.seq_len is not None:
         if run.seq_len > config.max_position_embeddings:
             problems.append(f"sequences of {run.seq_len} are longer than the model's {config.max_position_embeddings}")

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from qwen3conv.converters.config import Qwen3Config, read_config
 
 from .data import ChatDataLoader
+from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
@@ -39,6 +40,7 @@ from .titan import (
     titan_utils,
 )
 
+_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
 
@@ -50,8 +52,12 @@ class QwenTrainer(Trainer):
     class Config(Trainer.Config):
         """torchtitan's fields and a few more."""
 
-        learning_rate: float = 1e-5
-        """AdamW's peak rate. torchtitan keeps it in parameter groups, which its command line does not reach."""
+        learning_rate: float | None = None
+        """AdamW's peak rate; None is 1e-5, of adapters 1e-4. torchtitan keeps it in parameter groups, which its command
+        line does not reach. 1e-4 of adapters: LLaMA-Factory, commit 77e7f47, examples/train_lora/qwen3_lora_sft.yaml.
+        """
+        model_size: str = ""
+        """Size that the source must have, such as 8B; without one any."""
         balance_experts: bool = False
         """Train MoE's routing bias, for which an exported Hugging Face model has no place."""
         lora_rank: int = 0
@@ -64,7 +70,10 @@ class QwenTrainer(Trainer):
         """Where the run is recorded, in ``dump_folder``."""
 
     def __init__(self, config: Config) -> None:
-        source = read_config(Path(config.hf_assets_path) / "config.json")
+        place = Path(config.hf_assets_path) / "config.json"
+        source = read_config(place)
+        if config.model_size:
+            check_size(config.model_size, source.geometry, str(place))
         self._fit(config, source)
         super().__init__(config)
         self._record(config)
@@ -76,6 +85,8 @@ class QwenTrainer(Trainer):
         config.model_spec = cls._spec(config, source, device)
         loss = CrossEntropyLoss.Config(global_vocab_size=source.geometry.vocab_size)
         config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
+        if config.learning_rate is None:
+            config.learning_rate = _ADAPTER_RATE if config.lora_rank else _RATE
         config.optimizer = default_adamw(lr=config.learning_rate)
         if isinstance(config.dataloader, ChatDataLoader.Config) and not config.dataloader.tokenizer_path:
             config.dataloader.tokenizer_path = config.hf_assets_path

@@ -10,7 +10,7 @@ import click
 from .command import Command
 from .options import DESTINATION, json_option
 from .output import note, print_json, say, warn
-from .values import Place
+from .values import ModelSize, Place
 
 if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
@@ -33,6 +33,9 @@ _DTYPES = ("source", "float32", "bfloat16")
     help="Rows, .jsonl or .parquet: text; for sft messages, or prompt and completion.",
 )
 @click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
+@click.option(
+    "--model", type=ModelSize(), metavar="SIZE", help="0.6B to 235B-A22B, moe-study: with the layout of that size."
+)
 @click.option("--recipe", type=click.Choice(_RECIPES), default="pretrain", help="On text, or on answers (sft).")
 @click.option(
     "--backend",
@@ -47,8 +50,8 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--local-batch-size", type=click.IntRange(min=1), metavar="N", help="At a time on one rank.")
 @click.option("--learning-rate", type=click.FloatRange(min=0, min_open=True), metavar="X", help="AdamW's peak rate.")
 @click.option("--save-every", type=click.IntRange(min=1), metavar="N", help="Steps between checkpoints.")
-@click.option("--tp", type=click.IntRange(1), default=1, metavar="N", help="Tensor-parallel ranks.")
-@click.option("--fsdp", type=click.IntRange(1), default=1, metavar="N", help="FSDP2 ranks.")
+@click.option("--tp", type=click.IntRange(1), metavar="N", help="Tensor-parallel ranks. Default: 1, or the size's.")
+@click.option("--fsdp", type=click.IntRange(1), metavar="N", help="FSDP2 ranks. Default: 1, or the size's.")
 @click.option("--ep", type=click.IntRange(1), default=1, metavar="N", help="Expert-parallel ranks, of fsdp * tp.")
 @click.option("--device", type=click.Choice(["neuron", "cuda", "cpu"]), help="Default: the best that is there.")
 @click.option("--balance-experts", is_flag=True, help="Train MoE's routing bias, which an export cannot hold.")
@@ -71,6 +74,7 @@ def train(
     source: str,
     data: Path,
     output: Path,
+    model: str | None,
     recipe: str,
     backend: str,
     steps: int | None,
@@ -79,8 +83,8 @@ def train(
     local_batch_size: int | None,
     learning_rate: float | None,
     save_every: int | None,
-    tp: int,
-    fsdp: int,
+    tp: int | None,
+    fsdp: int | None,
     ep: int,
     device: str | None,
     balance_experts: bool,
@@ -106,14 +110,17 @@ def train(
     from qwen3conv.converters.placement import Mesh
     from qwen3conv.tools.training_run import carry_out_run, look, make_source, require_training
     from qwen3conv.training.launch import Run, check_run, read_record, typed
+    from qwen3conv.training.layouts import LAYOUT
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
     place, config = look(source)
+    layout = Mesh() if model is None else LAYOUT[model]
     run = Run(
         output,
         data,
         recipe,
+        model,
         backend,
         steps,
         seq_len,
@@ -121,7 +128,7 @@ def train(
         local_batch_size,
         learning_rate,
         save_every,
-        Mesh(tp=tp, fsdp=fsdp, ep=ep),
+        Mesh(tp=tp or layout.tp, fsdp=fsdp or layout.fsdp, ep=ep),
         device,
         balance_experts,
         on_bad_row,
