@@ -18,7 +18,8 @@ from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import ConversionError, DestinationError, SourceError
 from qwen3conv.converters.manifest import Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
-from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
+from qwen3conv.training.data.rows import digest_rows
+from qwen3conv.training.launch import ERRORS, Run, has_chat_template, is_file_of_rows, read_record
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import resolve_source
@@ -79,6 +80,25 @@ def make_source(run: Run, place: Path, source: str) -> None:
         if not os.listdir(run.folder):
             run.folder.rmdir()
         raise
+
+
+def check_data(run: Run) -> None:
+    """Note what the run reads, and refuse to go on with other rows: its place in them would be none.
+
+    Raises:
+        SourceError: the rows cannot be read, or are others than before.
+    """
+    found = {"data": run.data}
+    if is_file_of_rows(run.data):
+        found["xxh3_128"] = digest_rows(run.data)
+    before = read_record(run.record).get("data") if run.record.is_file() and run.checkpoints() else None
+    begins_anew = any("dataloader" in flag for flag in run.extra)
+    if isinstance(before, dict) and before.get("xxh3_128") != found.get("xxh3_128") and not begins_anew:
+        raise SourceError(
+            f"{run.data} is not what {run.folder} was trained on so far ({before.get('data')}); give that, another "
+            "--output, or --checkpoint.exclude_from_loading dataloader to go on with the new rows from their beginning"
+        )
+    add_to_record(run.record, data=found)
 
 
 def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None) -> None:

@@ -7,6 +7,7 @@ own), ``run.json``, and at the end ``export``, a Hugging Face folder.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -27,8 +28,6 @@ LOSS_CHUNKS = 8
 ERRORS = "QWEN3CONV_ERRORS"
 """Environment variable with a file that the first rank to fail writes a reason to, for the command that launched it."""
 
-DATA_SUFFIXES = (".jsonl", ".parquet")
-
 
 @dataclass(frozen=True, slots=True)
 class Lora:
@@ -45,7 +44,8 @@ class Run:
     """A run as its user asks for it."""
 
     folder: Path
-    data: Path
+    data: str
+    """Rows: a .jsonl or .parquet file, a folder, or a data set of the hub, ``org/name[:split]``."""
     recipe: str = "pretrain"
     model: str | None = None
     """Size of the recipe, which the source must have; only of ``pretrain`` and ``sft``."""
@@ -63,6 +63,9 @@ class Run:
     on_bad_row: str | None = None
     packing: bool = True
     lora: Lora | None = None
+    validation: str | None = None
+    """Rows whose loss is computed every ``validate_every`` steps, and that are not trained on."""
+    validate_every: int | None = None
     export_every: int | None = None
     """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
     extra: tuple[str, ...] = ()
@@ -123,6 +126,7 @@ class Run:
         words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
+        words += ["--validator.enable"] if self.validation is not None else []
         words += ["--balance_experts"] if self.balance_experts else []
         if self.lora is not None:
             words += ["--checkpoint.initial_load_in_hf", "--lora_rank", str(self.lora.rank)]
@@ -142,12 +146,14 @@ class Run:
             "learning_rate": self.learning_rate,
             "dataloader.on_bad_row": self.on_bad_row,
             "dataloader.on_long_row": self.on_bad_row,
+            "validator.dataloader.source": None if self.validation is None else place_of(self.validation),
+            "validator.freq": self.validate_every,
         }
         return {
             "hf_assets_path": self.assets.absolute(),
             "dump_folder": self.folder.absolute(),
             "checkpoint.initial_load_path": self.source.absolute(),
-            f"dataloader.{'source' if self.is_sft else 'dataset_path'}": self.data.absolute(),
+            f"dataloader.{'source' if self.is_sft else 'dataset_path'}": place_of(self.data),
             "parallelism.data_parallel_shard_degree": self.mesh.fsdp,
             "parallelism.tensor_parallel_degree": self.mesh.tp,
             "parallelism.expert_parallel_degree": self.mesh.ep,
@@ -203,6 +209,16 @@ def has_chat_template(folder: Path) -> bool:
     return config.is_file() and "chat_template" in read_json_object(config)[0]
 
 
+def is_file_of_rows(data: str) -> bool:
+    """Whether ``data`` names a file, rather than a data set of the hub or a folder."""
+    return data.endswith((".jsonl", ".parquet"))
+
+
+def place_of(data: str) -> str:
+    """``data`` for a process that may work elsewhere: an absolute path, or the name of a data set."""
+    return str(Path(data).absolute()) if is_file_of_rows(data) or Path(data).is_dir() else data
+
+
 def check_run(run: Run, config: Qwen3Config) -> None:
     """Refuse what would fail at the first step, or train something else than was meant.
 
@@ -210,10 +226,13 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         PolicyError: everything that does not fit, at once.
         SourceError: the data are not there.
     """
-    if not run.data.is_file() or run.data.suffix not in DATA_SUFFIXES:
-        raise SourceError(
-            f"{run.data} is not a file of text rows; expected one that ends in {', '.join(DATA_SUFFIXES)}"
-        )
+    for data in filter(None, (run.data, run.validation)):
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", data) is not None and not data.startswith(".")
+        if not (Path(data).is_file() if is_file_of_rows(data) else is_name or Path(data).is_dir()):
+            raise SourceError(
+                f"{data} is not a file of rows (.jsonl, .parquet), a folder of a data set, or org/name[:split], "
+                "the name of one on the hub"
+            )
     mesh, geometry = run.mesh, config.geometry
     if run.model is not None:
         check_size(run.model, geometry, "the source")
@@ -252,6 +271,8 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
     if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
         problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
+    if run.validate_every is not None and run.validation is None:
+        problems.append("--validate-every is for rows to validate with; give --validation")
     if run.export_every is not None and run.export_every % (run.save_every or run.export_every):
         problems.append(f"--export-every {run.export_every} is no multiple of --save-every {run.save_every}")
     if run.lora is not None and run.backend != "native":

@@ -23,10 +23,11 @@ class RunRecord:
 
     @classmethod
     def start(cls, path: Path, facts: Mapping[str, Any]) -> RunRecord:
-        """Begin a record, or go on with the one at ``path``: steps that come again replace what is there."""
+        """Begin a record, or go on with the one at ``path``: facts and steps that come again replace what is there."""
         before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         versions = {name: _version(name) for name in _PACKAGES}
-        record = cls(path, {"versions": versions, **facts, "steps": before.get("steps", {})})
+        kept = {key: value for key, value in before.items() if key != "steps"}
+        record = cls(path, {**kept, "versions": versions, **facts, "steps": before.get("steps", {})})
         path.parent.mkdir(parents=True, exist_ok=True)
         record._write()
         return record
@@ -38,14 +39,26 @@ class RunRecord:
         self.content["steps"] = steps
         self._write()
 
+    def add(self, **facts: Any) -> None:
+        """Add to what is known of the whole run."""
+        steps = self.content.pop("steps")
+        self.content |= {**facts, "steps": steps}
+        self._write()
+
+    def add_to_step(self, step: int, **found: float) -> None:
+        """Add to what a step gave."""
+        self.content["steps"].setdefault(str(step), {}).update(found)
+        self._write()
+
     def _write(self) -> None:
         _write(self.path, self.content)
 
 
 def add_to_record(path: Path, **facts: Any) -> None:
-    """Add ``facts`` to a record that is there, before its steps."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    steps = content.pop("steps")
+    """Add ``facts`` to a record, before its steps; one that is not there is begun."""
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    steps = content.pop("steps", {})
+    path.parent.mkdir(parents=True, exist_ok=True)
     _write(path, {**content, **facts, "steps": steps})
 
 

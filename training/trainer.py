@@ -7,6 +7,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 
-from .data import ChatDataLoader
+from .data.loader import ChatDataLoader
 from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
@@ -75,6 +76,8 @@ class QwenTrainer(Trainer):
         if config.model_size:
             check_size(config.model_size, source.geometry, str(place))
         self._fit(config, source)
+        self._shapes: list[tuple[int, ...]] = []
+        self._run_record: RunRecord | None = None
         super().__init__(config)
         self._record(config)
 
@@ -88,8 +91,10 @@ class QwenTrainer(Trainer):
         if config.learning_rate is None:
             config.learning_rate = _ADAPTER_RATE if config.lora_rank else _RATE
         config.optimizer = default_adamw(lr=config.learning_rate)
-        if isinstance(config.dataloader, ChatDataLoader.Config) and not config.dataloader.tokenizer_path:
-            config.dataloader.tokenizer_path = config.hf_assets_path
+        for loader in (config.dataloader, config.validator.dataloader):
+            if isinstance(loader, ChatDataLoader.Config):
+                loader.tokenizer_path = loader.tokenizer_path or config.hf_assets_path
+                loader.cache = loader.cache or str(Path(config.dump_folder) / "encoded")
         if device == "cpu":
             config.training.mixed_precision_param = "float32"  # bfloat16 takes 15 times as long there
             config.training.disable_cuda_graphs = True
@@ -109,6 +114,21 @@ class QwenTrainer(Trainer):
         model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
         return replace(spec, model=model)
 
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """What the Trainer does. A batch of a new shape is warned of: compilers begin again for each."""
+        shape = tuple(input_dict["input"].shape)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+            if len(self._shapes) > 1:
+                message = f"step {self.step}: a batch of a new shape {shape}, after {self._shapes[0]}"
+                warnings.warn(message, stacklevel=2)
+            if self._run_record is not None:
+                self._run_record.add(shapes=self._shapes)
+        found: tuple[torch.Tensor, torch.Tensor, dict[str, Any]] = super().post_dataloading_process(input_dict, labels)
+        return found
+
     def _record(self, config: Config) -> None:
         dims = self.parallel_dims
         degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
@@ -118,7 +138,6 @@ class QwenTrainer(Trainer):
             "ranks": dist.get_world_size(),
             "degrees": degrees,
             "tokens_per_step": batch * config.training.seq_len,
-            "shape": [config.training.local_batch_size, config.training.seq_len],
             "learning_rate": config.learning_rate,
             "lora": {
                 "rank": config.lora_rank,
@@ -142,6 +161,14 @@ class QwenTrainer(Trainer):
             sys.stderr.write(progress.line(step, loss, memory) + "\n")
 
         self.metrics_processor.log = log_and_record
+        log_validation = self.metrics_processor.log_validation
+
+        def log_and_record_validation(loss: float, step: int, *args: Any, **more: Any) -> None:
+            record.add_to_step(step, validation_loss=loss)
+            log_validation(loss, step, *args, **more)
+
+        self.metrics_processor.log_validation = log_and_record_validation
+        self._run_record = record
 
 
 def _lora_facts(config: QwenTrainer.Config) -> dict[str, Any] | None:

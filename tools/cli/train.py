@@ -28,10 +28,12 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
     required=True,
-    help="Rows, .jsonl or .parquet: text; for sft messages, or prompt and completion.",
+    metavar="ROWS",
+    help="Texts, or for sft messages or prompts: .jsonl, .parquet, a folder, or org/name[:split] of the hub.",
 )
+@click.option("--validation", metavar="ROWS", help="Rows to compute a loss of, and not to train on.")
+@click.option("--validate-every", type=click.IntRange(min=1), metavar="N", help="Steps between these losses.")
 @click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
 @click.option(
     "--model", type=ModelSize(), metavar="SIZE", help="0.6B to 235B-A22B, moe-study: with the layout of that size."
@@ -72,7 +74,9 @@ _DTYPES = ("source", "float32", "bfloat16")
 @json_option
 def train(
     source: str,
-    data: Path,
+    data: str,
+    validation: str | None,
+    validate_every: int | None,
     output: Path,
     model: str | None,
     recipe: str,
@@ -108,7 +112,7 @@ def train(
     """
     from qwen3conv.converters.dtypes import FROM_TORCH_NAME
     from qwen3conv.converters.placement import Mesh
-    from qwen3conv.tools.training_run import carry_out_run, look, make_source, require_training
+    from qwen3conv.tools.training_run import carry_out_run, check_data, look, make_source, require_training
     from qwen3conv.training.launch import Run, check_run, read_record, typed
     from qwen3conv.training.layouts import LAYOUT
 
@@ -134,6 +138,8 @@ def train(
         on_bad_row,
         not no_packing,
         _lora(config, lora_rank, lora_alpha, lora_targets),
+        validation,
+        validate_every,
         export_every,
         flags,
     )
@@ -143,6 +149,7 @@ def train(
         return
     require_training()
     make_source(run, place, source)
+    check_data(run)
     if run.changes_data_ranks():
         warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
     note(f"training: {typed(run.command())}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from qwen3conv.training.data import ChatDataLoader
+from qwen3conv.training.data.loader import ChatDataLoader
 from qwen3conv.training.recipes.sizes import recipes_of_sizes
 from qwen3conv.training.text import text_loader
 from qwen3conv.training.titan import (
@@ -15,6 +15,7 @@ from qwen3conv.training.titan import (
     ParallelismConfig,
     SelectiveAC,
     TrainingConfig,
+    Validator,
 )
 from qwen3conv.training.trainer import QwenTrainer
 
@@ -34,6 +35,7 @@ def pretrain() -> QwenTrainer.Config:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(enable=True, interval=500, async_mode="async", last_save_model_only=False),
         activation_checkpoint=SelectiveAC.Config(),
+        validator=Validator.Config(freq=50, dataloader=ChatDataLoader.Config(infinite=False)),
         debug=DebugConfig(seed=42),  # of adapters; all other numbers are loaded
     )
 
@@ -57,7 +59,7 @@ def tiny_sft() -> QwenTrainer.Config:
 
 def _small(config: QwenTrainer.Config) -> QwenTrainer.Config:
     config.learning_rate = 1e-3
-    config.lr_scheduler.warmup_steps = 1
+    config.lr_scheduler.warmup_steps, config.validator.freq = 1, 5
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, 10
     return config
 
