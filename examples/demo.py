@@ -118,9 +118,7 @@ class Demo:
         (self.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
         self.console.print(Text(f"\n{model}, trained", style="bold"))
         words = ("train", "--from", model, "--data", "text.jsonl", "--output", f"{model}-run", "--recipe", "tiny")
-        self.command(
-            *words, "--device", "cpu", shows=(f"{model}-run: step", "The trained"), result="trained", logs=True
-        )
+        self.command(*words, shows=(f"{model}-run: step", "The trained"), result="trained", logs=True)
         self.command("inspect", f"{model}-run/export", shows=("format", "complete"), result="whole")
 
     def there_and_back(self, source: str, name: str) -> None:

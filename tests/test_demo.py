@@ -71,7 +71,7 @@ def test_every_step_is_shown_and_succeeds_with_both_models_and_nothing_stays() -
             "parity {name} {name}-dcp",
         )
     ] + [
-        "train --from qwen3 --data text.jsonl --output qwen3-run --recipe tiny --device cpu",
+        "train --from qwen3 --data text.jsonl --output qwen3-run --recipe tiny",
         "inspect qwen3-run/export",
     ]
     assert len(re.findall(r"^  the same: \d+ parameters, bit for bit$", ran.stdout, re.MULTILINE)) == 2
