@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.conversion import carry_out, prepare
@@ -19,7 +20,7 @@ from qwen3conv.converters.errors import ConversionError, DestinationError, Sourc
 from qwen3conv.converters.manifest import Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
-from qwen3conv.training.launch import ERRORS, Run, has_chat_template, is_file_of_rows, read_record
+from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import resolve_source
@@ -48,7 +49,7 @@ def require_training() -> None:
         raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
 
 
-def make_source(run: Run, place: Path, source: str) -> None:
+def make_source(run: Run, place: Path, source: str, *, needs_template: bool = True) -> None:
     """Make ``RUN/source`` of the checkpoint in ``place``, unless an earlier try of the same run did.
 
     Raises:
@@ -73,7 +74,7 @@ def make_source(run: Run, place: Path, source: str) -> None:
         carry_out(prepare(place, run.source, run.source_format, origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
-        if run.is_sft and not has_chat_template(run.assets):
+        if run.is_sft and needs_template and not has_chat_template(run.assets):
             raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
     except BaseException:
         shutil.rmtree(run.source, ignore_errors=True)
@@ -88,12 +89,10 @@ def check_data(run: Run) -> None:
     Raises:
         SourceError: the rows cannot be read, or are others than before.
     """
-    found = {"data": run.data}
-    if is_file_of_rows(run.data):
-        found["xxh3_128"] = digest_rows(run.data)
+    found = {"data": run.data, "digest": digest_rows(run.data)}
     before = read_record(run.record).get("data") if run.record.is_file() and run.checkpoints() else None
     begins_anew = any("dataloader" in flag for flag in run.extra)
-    if isinstance(before, dict) and before.get("xxh3_128") != found.get("xxh3_128") and not begins_anew:
+    if isinstance(before, dict) and before.get("digest") != found["digest"] and not begins_anew:
         raise SourceError(
             f"{run.data} is not what {run.folder} was trained on so far ({before.get('data')}); give that, another "
             "--output, or --checkpoint.exclude_from_loading dataloader to go on with the new rows from their beginning"
@@ -108,24 +107,7 @@ def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Annou
         ConversionError: training ended with an error; checkpoints that are there can be gone on from.
     """
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
-        errors = Path(room) / "errors"
-        # torchtitan's log is no result, so it goes to stderr
-        process = subprocess.Popen(run.command(log_dir=Path(room)), stdout=2, env={**os.environ, ERRORS: str(errors)})
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                _export_on_the_way(run, dtype, announce)
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if process.returncode:
-            said = errors.read_text(encoding="utf-8").strip() if errors.is_file() else "what it said is above"
-            raise ConversionError(
-                f"training ended with code {process.returncode}: {said}\n"
-                f"What it saved is in {run.folder / 'checkpoint'}: the same command goes on from there"
-            )
+    launch(run, lambda: _export_on_the_way(run, dtype, announce))
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}
@@ -137,6 +119,33 @@ def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Annou
         written = _export(run, step, folder, run.export, run.adapter, dtype)
         facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
     add_to_record(run.record, seconds=round(time.monotonic() - begun, 1), **facts)
+
+
+def launch(run: Run, meanwhile: Callable[[], None] = lambda: None, *, log: int | IO[bytes] = 2) -> None:
+    """Run ``torchrun`` to its end, calling ``meanwhile`` now and then; its output goes to ``log``, stderr by default.
+
+    Raises:
+        ConversionError: it ended with an error; the message has the reason that a rank left.
+    """
+    with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
+        errors = Path(room) / "errors"
+        # torchtitan's log is no result, so it goes to stderr
+        command = run.command(log_dir=Path(room))
+        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, ERRORS: str(errors)})
+        try:
+            while process.poll() is None:
+                time.sleep(_POLL_SECONDS)
+                meanwhile()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if process.returncode:
+            said = errors.read_text(encoding="utf-8").strip() if errors.is_file() else "what it said is above"
+            raise ConversionError(
+                f"training ended with code {process.returncode}: {said}\n"
+                f"What it saved is in {run.folder / 'checkpoint'}: the same command goes on from there"
+            )
 
 
 def _last_step(run: Run) -> tuple[int, Path]:

@@ -29,6 +29,7 @@ from .titan import (
     GroupedExperts,
     Linear,
     Module,
+    MoE,
     Qwen3Model,
     Qwen3TransformerBlock,
     RMSNorm,
@@ -68,6 +69,28 @@ class ReferenceExperts(GroupedExperts):
             for e, row in enumerate(rows)
         ]
         return torch.cat(parts)
+
+
+class SettledMoE(MoE):
+    """torchtitan's MoE, with hidden states that have arrived before its experts take them as plain tensors.
+
+    Where tensor parallelism gathers a batch of one sequence, what comes is a collective that may still be under way,
+    and ``local_map`` of torch 2.13 waits for it outside of autograd (``tensor/experimental/_func_map.py``): the
+    gradient through the experts to everything below them is lost without a word. It can go when
+    ``tests/training/test_expert_gradients.py`` finds stock gradients right.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MoE.Config):
+        """The fields of ``MoE.Config``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        """Hidden states (B, L, D) through router and experts; returns (B, L, D)."""
+        found: torch.Tensor = super().forward(x_BLD.clone() if isinstance(x_BLD, DTensor) else x_BLD)
+        return found
 
 
 def native_config(
@@ -119,12 +142,13 @@ def native_config(
             score_func="softmax",
             route_norm=bool(config.norm_topk_prob),
         )
-        return make_moe_config(
+        moe = make_moe_config(
             num_experts=_required(g.num_experts),
             router=router,
             routed_experts=routed,
             load_balance_coeff=load_balance_coeff,
         )
+        return derive(moe, SettledMoE.Config)
 
     def mlp() -> Any:
         return make_ffn_config(

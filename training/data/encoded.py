@@ -24,7 +24,8 @@ from qwen3conv.converters.errors import SourceError, enumerate_problems
 from .masking import BadRow, Sample, encode_row, kind_of
 from .rows import digest_rows, read_rows
 
-_CHUNK = 1 << 20
+_MASKING = 1
+"""Version of what rows become, so that those of an earlier one are not taken for these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,15 @@ class Encoding:
     def digest(self, tokenizer: Any) -> str:
         """xxh3_128 of the rows and of all that decides what they become."""
         found = xxhash.xxh3_128(digest_rows(self.source, self.split).encode())
-        how = [self.kind, self.on_bad_row, self.on_long_row, self.seq_len, tokenizer.chat_template, tokenizer.eos_token]
+        how = [
+            _MASKING,
+            self.kind,
+            self.on_bad_row,
+            self.on_long_row,
+            self.seq_len,
+            tokenizer.chat_template,
+            tokenizer.eos_token,
+        ]
         found.update(json.dumps(how).encode())
         found.update((self.tokenizer / "tokenizer.json").read_bytes())
         return found.hexdigest()

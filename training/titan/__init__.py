@@ -29,7 +29,7 @@ from torchtitan.models.common.config_utils import (
     make_routed_experts_config,
     make_router_config,
 )
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
@@ -59,6 +59,7 @@ __all__ = [
     "Linear",
     "LoRAConverter",
     "MetricsProcessor",
+    "MoE",
     "ModelSpec",
     "Module",
     "ParallelAwareDataloader",

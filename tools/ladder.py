@@ -1,0 +1,209 @@
+"""One fixed training run, climbed one axis at a time: the first rung that computes something else names its axis.
+
+Weights, data order, batch and sequence length are the same on every rung, so losses and gradient norms must be. Each
+rung is a real ``torchrun`` of a few steps, stopped half way and gone on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.errors import ConversionError, PolicyError
+from qwen3conv.converters.placement import ONE_RANK, Mesh
+from qwen3conv.training.launch import Run, check_run, read_record
+
+from .training_run import launch
+
+COMPILING_STEPS = 2
+"""First steps of a process, which compile and fill caches: they count for no step time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What a rung adds to the run: ``axis`` says it in words."""
+
+    name: str
+    axis: str
+    mesh: Mesh = ONE_RANK
+    backend: str = "native"
+    compile: str | None = None
+    """Backend of ``torch.compile``."""
+
+    def flags(self) -> tuple[str, ...]:
+        """torchtitan's, beside the degrees."""
+        return () if self.compile is None else ("--compile.enable", "--compile.backend", self.compile)
+
+
+@dataclass(frozen=True, slots=True)
+class Climbed:
+    """What came of a rung."""
+
+    rung: Rung
+    status: str
+    """``reference``, ``agrees``, ``parts``, ``failed`` or ``not tried``."""
+    message: str = ""
+    step: int | None = None
+    """First step that leaves the tolerance."""
+    loss_difference: float | None = None
+    """Largest relative difference of a step's loss to the first rung's."""
+    norm_difference: float | None = None
+    """The same of the gradient norm."""
+    step_seconds: float | None = None
+    """Median, without the steps that compile."""
+    steps: Mapping[str, Mapping[str, float]] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``ladder.json``."""
+        return asdict(self)
+
+
+def usual_rungs(tp: int, fsdp: int, *, is_moe: bool, compile_backend: str) -> list[Rung]:
+    """Eager on one rank, FSDP, TP, both, compiled on the largest mesh, and for MoE our expert operator."""
+    both = Mesh(tp=tp, fsdp=fsdp)
+    rungs = [
+        Rung("eager", "one process, eager"),
+        Rung("fsdp", "FSDP", Mesh(fsdp=fsdp)),
+        Rung("tp", "tensor parallelism", Mesh(tp=tp)),
+        Rung("tp-fsdp", "TP x FSDP together", both),
+        Rung("compile", f"torch.compile ({compile_backend})", both, compile=compile_backend),
+    ]
+    return [*rungs, Rung("nki", "experts by qwen3conv::moe_experts", both, "nki-moe")] if is_moe else rungs
+
+
+def parse_rung(text: str) -> Rung:
+    """``NAME:tp=2,fsdp=2,ep=2,backend=transformers,compile=inductor``: a rung of one's own.
+
+    Raises:
+        PolicyError: it is not written so.
+    """
+    name, _, rest = text.partition(":")
+    given = dict(part.partition("=")[::2] for part in rest.split(",") if part)
+    degrees = {key: given.pop(key) for key in ("tp", "fsdp", "ep") if key in given}
+    backend, compiler = given.pop("backend", "native"), given.pop("compile", None)
+    if not name or given or not all(value.isdigit() and int(value) for value in degrees.values()):
+        raise PolicyError(f"--rung {text}: expected NAME:tp=2,fsdp=2,ep=2,backend=native,compile=inductor")
+    mesh = Mesh(**{key: int(value) for key, value in degrees.items()})
+    return Rung(name, rest or "one process, eager", mesh, backend, compiler)
+
+
+def run_of(base: Run, rung: Rung, folder: Path) -> Run:
+    """``base`` on a rung, in a folder of its own. Tokens per step stay: ranks share the batch."""
+    assert base.batch_size is not None
+    each = base.batch_size // rung.mesh.fsdp
+    extra = (*base.extra, "--lr_scheduler.total_steps", str(base.steps), *rung.flags())
+    return replace(base, folder=folder, backend=rung.backend, mesh=rung.mesh, local_batch_size=each, extra=extra)
+
+
+def check_rungs(base: Run, rungs: Sequence[Rung], config: Qwen3Config) -> None:
+    """Refuse rungs that cannot run, before the first does.
+
+    Raises:
+        PolicyError: with the rung's name.
+    """
+    assert base.batch_size is not None
+    for rung in rungs:
+        if base.batch_size % rung.mesh.fsdp:
+            raise PolicyError(
+                f"rung {rung.name}: a batch of {base.batch_size} does not divide among {rung.mesh.fsdp} FSDP ranks; "
+                "give a --batch-size that does, so that tokens per step stay the same"
+            )
+        try:
+            check_run(run_of(base, rung, base.folder), config)
+        except PolicyError as error:
+            raise PolicyError(f"rung {rung.name}: {error}") from None
+
+
+def climb(
+    base: Run,
+    rungs: Sequence[Rung],
+    *,
+    tolerance: float,
+    announce: Callable[[Rung], None] = lambda rung: None,
+) -> Iterator[Climbed]:
+    """Run the rungs in order, each from ``base.source``; after the first that fails or parts, the rest is not tried.
+
+    A rung that an earlier try has run to its end is not run again.
+    """
+    reference: Mapping[str, Mapping[str, float]] | None = None
+    stopped = False
+    for rung in rungs:
+        if stopped:
+            yield Climbed(rung, "not tried")
+            continue
+        announce(rung)
+        folder = base.folder / "rungs" / rung.name
+        try:
+            steps = _steps_of(run_of(base, rung, folder), base.source)
+        except ConversionError as error:
+            stopped = True
+            yield Climbed(rung, "failed", f"{error}\nIts log is {folder / 'log'}")
+            continue
+        found = compare(rung, steps, reference, tolerance)
+        reference = steps if reference is None else reference
+        stopped = found.status == "parts"
+        yield found
+
+
+def compare(
+    rung: Rung,
+    steps: Mapping[str, Mapping[str, float]],
+    reference: Mapping[str, Mapping[str, float]] | None,
+    tolerance: float,
+) -> Climbed:
+    """``steps`` beside those of the first rung; a NaN agrees with nothing."""
+    seconds = [found["seconds"] for found in list(steps.values())[COMPILING_STEPS:] if "seconds" in found]
+    median = statistics.median(seconds) if seconds else None
+    if reference is None:
+        return Climbed(rung, "reference", step_seconds=median, steps=steps)
+    worst = dict.fromkeys(("loss", "grad_norm"), 0.0)
+    parted: int | None = None
+    for number, expected in reference.items():
+        for key in worst:
+            apart = abs(steps[number][key] - expected[key]) / max(abs(expected[key]), 1e-12)
+            worst[key] = apart if not apart <= worst[key] else worst[key]
+            if parted is None and not apart <= tolerance:
+                parted = int(number)
+    status = "agrees" if parted is None else "parts"
+    message = "" if parted is None else f"{rung.axis}: computes something else from step {parted} on"
+    return Climbed(rung, status, message, parted, worst["loss"], worst["grad_norm"], median, steps)
+
+
+def write_ladder(path: Path, settings: Mapping[str, Any], climbed: Sequence[Climbed]) -> None:
+    """``ladder.json``: the settings and every rung."""
+    content = {**settings, "rungs": [one.to_dict() for one in climbed]}
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def _steps_of(run: Run, source: Path) -> Mapping[str, Mapping[str, float]]:
+    """Steps of a rung: the first half, saved, and the rest from there."""
+    assert run.steps is not None
+    run.folder.mkdir(parents=True, exist_ok=True)
+    if not run.source.exists():
+        run.source.symlink_to(os.path.relpath(source, run.folder), target_is_directory=True)
+    for steps in (run.steps // 2, run.steps):
+        done = _recorded(run)
+        if len(done) >= steps and any(step >= steps for step, _ in run.checkpoints()):
+            continue
+        with (run.folder / "log").open("ab") as log:
+            launch(replace(run, steps=steps, save_every=run.steps // 2), log=log)
+    done = _recorded(run)
+    if len(done) != run.steps:
+        raise ConversionError(f"{len(done)} of {run.steps} steps are recorded in {run.record}")
+    return done
+
+
+def _recorded(run: Run) -> Mapping[str, Mapping[str, float]]:
+    if not run.record.is_file():
+        return {}
+    steps: Any = read_record(run.record)["steps"]
+    found: Mapping[str, Mapping[str, float]] = steps
+    return found
