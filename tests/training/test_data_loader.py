@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from qwen3conv.converters.errors import PolicyError, SourceError
+from qwen3conv.training.data import encoded
 from qwen3conv.training.data.loader import ChatDataLoader
 from qwen3conv.training.data.masking import encode_row
 from qwen3conv.training.titan import IGNORE_INDEX
@@ -159,6 +160,35 @@ def test_a_run_does_not_go_on_in_other_data(folder: Path, tmp_path: Path) -> Non
     changed = _loader(folder, source)
     with pytest.raises(PolicyError, match=r"others than when the run was saved(.|\n)*exclude_from_loading dataloader"):
         go_on(changed, state)
+
+
+def test_a_run_does_not_go_on_with_rows_packed_otherwise(folder: Path, tmp_path: Path) -> None:
+    source = _texts(tmp_path / "t.jsonl")
+    loader = _loader(folder, source, packing=True)
+    next(iter(loader))
+    state = loader.state_dict()
+    with pytest.raises(PolicyError, match=r"with packing(.|\n)*exclude_from_loading dataloader"):
+        go_on(_loader(folder, source, packing=False), state)
+
+
+def test_machines_that_share_a_disk_may_encode_the_same_rows(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machine is done while this one encodes: its rows are taken, and nothing is left beside them."""
+    source, cache = _texts(tmp_path / "t.jsonl"), tmp_path / "cache"
+    expected = [b["input"].tolist() for b, _ in _loader(folder, source, cache=str(cache), infinite=False)]
+    (made,) = cache.iterdir()
+    made.rename(tmp_path / "theirs")
+    samples = encoded._samples
+
+    def overtaken(*given: Any) -> Any:
+        yield from samples(*given)
+        (tmp_path / "theirs").rename(made)
+
+    monkeypatch.setattr(encoded, "_samples", overtaken)
+    late = _loader(folder, source, cache=str(cache), infinite=False)
+    assert [b["input"].tolist() for b, _ in late] == expected
+    assert [*cache.iterdir()] == [made]
 
 
 def test_parquet_and_folders_are_read_as_json_lines_are(folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def encoded_rows(encoding: Encoding, tokenizer: Any, cache: Path) -> EncodedRows
 def _encode(encoding: Encoding, tokenizer: Any, folder: Path) -> None:
     bad: list[str] = []
     fatal: list[str] = []
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}")
+    partial = folder.with_name(f".{folder.name}.{socket.gethostname()}.{os.getpid()}")
     partial.mkdir(parents=True)
     try:
         ends = array("q")
@@ -125,7 +126,12 @@ def _encode(encoding: Encoding, tokenizer: Any, folder: Path) -> None:
             os.unlink(partial / f"{name}.raw")
         np.save(partial / "ends.npy", np.frombuffer(ends, np.int64))
         (partial / "bad.json").write_text(json.dumps(bad), encoding="utf-8")
-        os.replace(partial, folder)
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(partial)  # another machine on the same disk was done first, with the same rows
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

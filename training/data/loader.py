@@ -79,21 +79,31 @@ class SequenceDataset(IterableDataset[Any]):
             self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, index in it of the next sequence of this rank, and of what rows."""
-        return {"epoch": self.epoch, "next": self.next, "rows": self.rows.digest}
+        """Epoch, index in it of the next sequence of this rank, of what rows, and whether they are packed."""
+        return {"epoch": self.epoch, "next": self.next, "rows": self.rows.digest, "packing": self.packing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with the sequence that ``state`` names.
 
         Raises:
-            PolicyError: it is a place in other rows, or in rows that were encoded otherwise.
+            PolicyError: it is a place in other rows, or in rows that were encoded or packed otherwise.
         """
         if state.get("rows", self.rows.digest) != self.rows.digest:
             raise PolicyError(
                 "data, tokenizer or sequence length are others than when the run was saved, so its place in the data "
                 "is none here: put them back, or pass --checkpoint.exclude_from_loading dataloader to begin anew"
             )
+        if state.get("packing", self.packing) != self.packing:
+            raise PolicyError(
+                f"the run was saved {_packed(state['packing'])} packing and goes on {_packed(self.packing)} it, so its "
+                "place in the data is none here: put it back, or pass --checkpoint.exclude_from_loading dataloader to "
+                "begin anew"
+            )
         self.epoch, self.next = state["epoch"], state["next"]
+
+
+def _packed(packing: bool) -> str:
+    return "with" if packing else "without"
 
 
 class ChatDataLoader(ParallelAwareDataloader):
