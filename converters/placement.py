@@ -169,6 +169,36 @@ def bindings_by_rank(layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bo
                     yield rank, local
 
 
+def elements_by_rank(
+    layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool, ranks: Sequence[int] | None = None
+) -> dict[int, int]:
+    """How many elements of the layout's tensors each of ``ranks`` (default: all) holds; buffers are left out."""
+    found = dict.fromkeys(range(mesh.ranks) if ranks is None else ranks, 0)
+    groups: dict[tuple[int, int, int], list[tuple[int, Place]]] = {}
+    for rank in found:
+        place = mesh.place(rank)
+        groups.setdefault((place.pp, place.tp, place.ep), []).append((rank, place))
+    for members in groups.values():
+        for binding in _parallel_bindings(layout, geometry, mesh, members[0][1], tied=tied):
+            if binding.rule.optional:
+                continue
+            dim, count, is_sparse = _fsdp_axis(binding, geometry, mesh)
+            size = binding.shape[dim]
+            each, rest = -(-size // count), math.prod(binding.shape) // size
+            for rank, place in members:
+                start = each * (place.efsdp if is_sparse else place.fsdp)
+                found[rank] += max(0, min(size, start + each) - start) * rest
+    return found
+
+
+def _fsdp_axis(binding: Binding, geometry: Geometry, mesh: Mesh) -> tuple[int, int, bool]:
+    """The dim that FSDP2 cuts, among how many ranks, and whether these are those of one expert-parallel rank."""
+    is_sparse = "{expert}" in binding.rule.parts[0] and mesh.ep > 1
+    ranks = mesh.efsdp if is_sparse else mesh.fsdp
+    is_stack = len(binding.shape) == 3
+    return 1 if is_stack and ranks * mesh.ep > (geometry.num_experts or 0) else 0, ranks, is_sparse
+
+
 def _parallel_bindings(
     layout: Layout, geometry: Geometry, mesh: Mesh, place: Place, *, tied: bool
 ) -> Iterator[Binding]:
@@ -240,13 +270,10 @@ def _cut_fsdp(binding: Binding, geometry: Geometry, mesh: Mesh, place: Place, bo
     """What FSDP2 leaves of a rank's tensor: rows, or dim 1 of stacked experts if there are more ranks than experts."""
     if binding.rule.optional:  # a buffer, which FSDP does not shard
         return binding
-    is_expert = "{expert}" in binding.rule.parts[0]
-    ranks, rank = (mesh.efsdp, place.efsdp) if is_expert and mesh.ep > 1 else (mesh.fsdp, place.fsdp)
+    dim, ranks, is_sparse = _fsdp_axis(binding, geometry, mesh)
     if ranks == 1:
         return binding
-    is_stack = len(binding.shape) == 3
-    dim = 1 if is_stack and ranks * mesh.ep > (geometry.num_experts or 0) else 0
-    mine = chunk(binding.shape[dim], ranks, rank)
+    mine = chunk(binding.shape[dim], ranks, place.efsdp if is_sparse else place.fsdp)
     if not mine:
         return None
     start, size = [0] * len(binding.shape), list(binding.shape)

@@ -31,6 +31,7 @@ from .parity import parity
 from .proof import diff, fingerprint, verify
 from .runs import runs
 from .sharding import merge, reshard, shard
+from .simulate import simulate
 from .train import train
 from .upgrade import upgrade
 
@@ -94,7 +95,7 @@ def cli() -> None:
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, train, runs, ladder, completion):
+for _command in (*_CONVERTING, *_PROVING, train, runs, ladder, simulate, completion):
     cli.add_command(_command)
 
 
