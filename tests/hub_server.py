@@ -110,6 +110,8 @@ class Hub:
         """By the end of a path: what the next requests for it get, one entry each."""
         self.spoiled: set[str] = set()
         """Names of files that are sent with one bit flipped."""
+        self.stalls: dict[str, threading.Event] = {}
+        """By file name: what downloads of it as a whole wait for."""
         self.renamed: dict[str, str] = {}
         """Old name of a repository -> the name that requests are sent on to."""
         self.objects: dict[str, bytes] = {}
@@ -455,6 +457,8 @@ class _Handler(BaseHTTPRequestHandler):
             body, self.close_connection = body[: cuts.pop(0)], True
         sent = 0 if self.command == "HEAD" else len(body)
         self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), self._token, status, sent))
+        if name in self.hub.stalls and self.command == "GET" and self.headers.get("Range") is None:
+            self.hub.stalls[name].wait(60)
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(whole)}.items():
             self.send_header(key, value)

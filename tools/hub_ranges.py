@@ -13,8 +13,8 @@ from qwen3conv.converters.stores.safetensors_header import MAX_HEADER
 from .hub_client import LIBRARY, explained
 from .hub_id import HubId
 
-FIRST_BYTES = 32 << 10
-"""Asked for at once of a file whose header's length is not known: most headers of small models fit."""
+FIRST_BYTES = 48 << 10
+"""Asked for at once of a file whose header's length is not known: most headers of files of 4 GB fit."""
 
 _BLOCK = 64 << 10
 _BLOCKS = 256

@@ -48,7 +48,7 @@ from .hub_client import (
     quiet_off_terminals,
 )
 from .hub_id import HubId, parse_hub_id
-from .hub_ranges import Blocks, read_header
+from .hub_ranges import Blocks, read_header, read_range
 
 MARK = "qwen3conv.download"
 """File in a folder of downloads that says whose it is."""
@@ -138,7 +138,7 @@ class HubFiles:
         """Have the headers of these safetensors files in the folder, and nothing behind them."""
 
         def write(name: str) -> None:
-            header = read_header(partial(self._blocks.read, name), self.files[name].size)
+            header = read_header(partial(read_range, self._asked, self._commit, name), self.files[name].size)
             (self._folder / name).write_bytes(header)
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:

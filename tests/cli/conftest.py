@@ -8,7 +8,8 @@ import random
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from click.testing import CliRunner, Result
 from qwen3conv.converters.geometry import Geometry
 from qwen3conv.converters.parameters import logical_parameters
 from qwen3conv.tools.cli.main import cli
+from tests.hub_server import Hub, client_environment, serve_hub
 from tests.models import saved_model
 
 Run = Callable[..., Result]
@@ -89,6 +91,37 @@ def process(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None
         env=env or environment(),
         timeout=120,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HubClient:
+    """Runs commands against a hub, in a folder and with a cache of their own."""
+
+    hub: Hub
+    folder: Path
+
+    @property
+    def cache(self) -> Path:
+        """``HF_HOME``."""
+        return self.folder / "hf-home"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Variables of a process that uses the hub."""
+        return environment(**{**client_environment(self.hub, self.cache), **more})
+
+    def run(self, *arguments: str | Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; an exit code other than ``code`` fails the test."""
+        ran = process(*arguments, cwd=self.folder, env=self.environment(**env))
+        assert ran.returncode == code, f"exit {ran.returncode}\n{ran.stdout}{ran.stderr}"
+        assert "Traceback" not in ran.stderr
+        return ran
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[HubClient]:
+    """A client of an empty hub."""
+    with serve_hub() as hub:
+        yield HubClient(hub, tmp_path)
 
 
 @pytest.fixture
