@@ -20,7 +20,8 @@ TREE := build/tree
 ROOMS := converters training tools
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 TORCH_FREE := $(OTHER_PYTHONS:%=test-torch-free-%)
-PIP_INSTALL := -m pip install --disable-pip-version-check $(if $(CI),--quiet) -c constraints.txt
+PIP := -m pip install --disable-pip-version-check $(if $(CI),--quiet)
+PIP_INSTALL := $(PIP) -c constraints.txt
 # One thread per process: the test processes share the cores already.
 PYTEST := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m pytest
 
@@ -67,9 +68,9 @@ format: $(INSTALLED)  ## let ruff mend what it can
 test: lint test-torch-free  ## everything that must pass before a change lands
 	$(PYTEST) -n $(JOBS) --dist loadfile -m 'not slow' $(ARGS)
 
-# An older release, beside the one that is installed, for the tests that go from one to the other.
+# An older release, beside the one that is installed and that constraints.txt asks for, for the tests that go from one to the other.
 .titan-0.2.2: $(INSTALLED)
-	$(PY) $(PIP_INSTALL) --no-deps --target $@ torchtitan==0.2.2
+	$(PY) $(PIP) --no-deps --target $@ torchtitan==0.2.2
 
 test-slow: $(INSTALLED) .titan-0.2.2  ## the tests that `make test` leaves out
 	$(PYTEST) -n $(JOBS) --dist loadfile -m slow $(ARGS)

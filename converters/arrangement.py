@@ -75,13 +75,17 @@ def _source_stored_head(checkpoint: Checkpoint, choices: Choices) -> bool:
 def _stored_names(folder: Path) -> Mapping[str, str] | None:
     """Tensor -> file of the weights or the index in ``folder``; ``None`` when there is neither."""
     for place in (folder, folder / ASSETS):
-        if (place / INDEX).is_file():
-            mapping = read_json_object(place / INDEX)[0].get("weight_map")
-            if isinstance(mapping, dict):
-                return {str(name): str(file) for name, file in mapping.items()}
+        if (mapping := indexed_files(place)) is not None:
+            return mapping
         if (place / SINGLE).is_file():
             return dict.fromkeys(read_header(place / SINGLE).tensors, SINGLE)
     return None
+
+
+def indexed_files(folder: Path) -> Mapping[str, str] | None:
+    """Tensor -> file by the index in ``folder``, if there is one."""
+    mapping = read_json_object(folder / INDEX)[0].get("weight_map") if (folder / INDEX).is_file() else None
+    return {str(name): str(file) for name, file in mapping.items()} if isinstance(mapping, dict) else None
 
 
 def output_specs(bindings: Sequence[Binding], table: Table, choices: Choices) -> Iterator[TensorSpec]:

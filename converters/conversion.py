@@ -8,11 +8,13 @@ from pathlib import Path
 
 import xxhash
 
+from .arrangement import indexed_files
 from .blocks import BLOCK_BYTES
 from .errors import PolicyError, SourceError, enumerate_problems
 from .execution import BUFFERS_PER_WORKER, Advance, Digest, run
 from .formats import Format
 from .manifest import ASSETS, MANIFEST, Manifest, TensorRecord
+from .parameters import HEAD
 from .planning import Copy, Move, Unit
 from .preparation import Conversion, prepare
 from .remote import remote_of
@@ -45,7 +47,7 @@ def carry_out(
     """
     destination = conversion.destination
     check_destination(destination, overwrite=overwrite, resume=resume)
-    block_bytes = block_size(workers, max_memory)
+    block_bytes = block_size(conversion, workers, max_memory)
     if not resume:
         check_space(destination.parent, _missing_bytes(conversion, {}, workers))
     with Stage(destination, conversion.plan_id(), resume=resume, overwrite=overwrite) as stage:
@@ -83,7 +85,7 @@ def carry_out(
     return manifest
 
 
-def block_size(workers: int, max_memory: int | None) -> int:
+def block_size(conversion: Conversion, workers: int, max_memory: int | None) -> int:
     """Bytes per block so that all workers' buffers stay below ``max_memory`` bytes.
 
     Raises:
@@ -91,11 +93,12 @@ def block_size(workers: int, max_memory: int | None) -> int:
     """
     if max_memory is None:
         return BLOCK_BYTES
-    size = max_memory // (workers * BUFFERS_PER_WORKER)
+    blocks = workers * BUFFERS_PER_WORKER * conversion.blocks_per_buffer
+    size = max_memory // blocks
     if size < 1 << 16:
         raise PolicyError(
             f"--max-memory {max_memory:,} bytes is too little for {workers} workers; "
-            f"give at least {workers * BUFFERS_PER_WORKER << 16:,}, or fewer --workers"
+            f"give at least {blocks << 16:,}, or fewer --workers"
         )
     return min(size & ~4095, BLOCK_BYTES)
 
@@ -124,8 +127,9 @@ def _write_sidecars(conversion: Conversion, folder: Path) -> dict[str, str]:
     place = folder / prefix
     place.mkdir(exist_ok=True)
     files = copy_sidecars(conversion.sidecars, place, conversion.sidecar_names)
-    # An index that names FP8 scales is no use to torchtitan, whose own export follows the index in its assets.
-    if prefix and conversion.source.format != "hf-fp8" and (conversion.sidecars / INDEX).is_file():
+    # torchtitan's own export follows the index in its assets, and fails on one of fused experts or of FP8 scales
+    index = indexed_files(conversion.sidecars) if prefix else None
+    if index is not None and index.keys() <= {*conversion.written, HEAD}:
         files |= copy_sidecars(conversion.sidecars, place, [INDEX])
     return {prefix + name: digest for name, digest in files.items()}
 

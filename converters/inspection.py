@@ -16,6 +16,7 @@ from .formats import FORMATS
 from .location import locate_checkpoint
 from .names import natural_key
 from .policies import Choices, settle
+from .stores.nxd_bindings import Queries
 from .stores.staging import JOURNAL
 from .variants import flavor_traps, released_like
 
@@ -82,8 +83,10 @@ class Report:
         return found
 
 
-def inspect(path: Path) -> Report:
+def inspect(path: Path, *, like: Path | None = None, queries: Queries | None = None) -> Report:
     """Everything that headers tell about ``path``; a broken folder gives a report with problems.
+
+    ``like`` and ``queries`` are those of ``open_checkpoint``.
 
     Raises:
         SourceError: nothing recognisable is there at all.
@@ -93,7 +96,7 @@ def inspect(path: Path) -> Report:
         return Report(path, problems=(text,))
     locate_checkpoint(path)
     try:
-        checkpoint = open_checkpoint(path)
+        checkpoint = open_checkpoint(path, like=like, queries=queries)
     except ConversionError as error:
         return Report(path, problems=(str(error),))
     problems: list[str] = []

@@ -6,6 +6,7 @@ a choice is refused, and the message names the option.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Any, Literal
 from .checkpoint import Checkpoint
 from .dtypes import TORCH_NAME
 from .errors import PolicyError, SourceError, enumerate_problems
+from .files import Files
 from .parameters import EMBEDDING, EXPERT_BIAS, HEAD, describe
 from .placement import ONE_RANK, Mesh
 from .planning import Table
@@ -106,8 +108,7 @@ def settle(checkpoint: Checkpoint, choices: Choices = DEFAULTS) -> Settled:
         PolicyError: two heads differ though the config says that they are tied.
     """
     policies: list[Policy] = []
-    tied = _settle_tie(checkpoint, choices, policies)
-    table = checkpoint.table(tied=tied)
+    tied, table = _settle_tie(checkpoint, choices, policies)
     _check_replicas(checkpoint, table, policies)
     _settle_expert_bias(checkpoint, table, policies)
     if checkpoint.derived:
@@ -195,27 +196,27 @@ def vocab_policy(settled: Settled, choices: Choices) -> Policy | None:
     )
 
 
-def _settle_tie(checkpoint: Checkpoint, choices: Choices, policies: list[Policy]) -> bool:
+def _settle_tie(checkpoint: Checkpoint, choices: Choices, policies: list[Policy]) -> tuple[bool, Table]:
+    """Whether the head is the embeddings, and the table for that."""
     config = checkpoint.config
     says_tied = None if config is None else config.tie_word_embeddings
-    if not checkpoint.stores_head:
-        return says_tied is not False
-    if says_tied is False:
-        return False
-    entry = checkpoint.table(tied=True)[EMBEDDING]
-    if has_headers_only(checkpoint.path) and len(entry.copies) > 1:
+    table = checkpoint.table(tied=says_tied is not False)
+    if not checkpoint.stores_head or says_tied is False:
+        return says_tied is not False, table
+    if has_headers_only(checkpoint.path) and len(table[EMBEDDING].copies) > 1:
         summary = "head and embeddings are taken as equal, as tied ones are; a conversion compares them"
         policies.append(Policy("tie-not-compared", summary))
-        return True
-    row = first_difference(entry, checkpoint.path)
+        return True, table
+    with Files(checkpoint.path, os.O_RDONLY) as files:
+        row = first_difference(table[EMBEDDING], files)
     if row is None:
         if says_tied is None:
             policies.append(
                 Policy("tie-found", "the head equals the embeddings bit for bit, so they are taken as tied")
             )
-        return True
+        return True, table
     if says_tied is None:
-        return False
+        return False, checkpoint.table(tied=False)
     if not choices.untie:
         raise PolicyError(
             f"{checkpoint.config_path} says tie_word_embeddings, but {checkpoint.layout.head_name()} and "
@@ -230,7 +231,7 @@ def _settle_tie(checkpoint: Checkpoint, choices: Choices, policies: list[Policy]
             warning=True,
         )
     )
-    return False
+    return False, checkpoint.table(tied=False)
 
 
 def _check_replicas(checkpoint: Checkpoint, table: Table, policies: list[Policy]) -> None:
@@ -241,18 +242,13 @@ def _check_replicas(checkpoint: Checkpoint, table: Table, policies: list[Policy]
         policies.append(Policy("replicas-not-compared", "what ranks hold alike is compared when it is converted"))
         return
     problems = []
-    for entry in table.values():
-        row = first_difference(entry, checkpoint.path) if len(entry.copies) > 1 else None
-        if row is not None:
-            files = sorted(
-                {
-                    extent.file
-                    for copy in entry.copies
-                    for extent in copy
-                    if extent.row <= row < extent.row + extent.rows
-                }
-            )
-            problems.append(f"{entry.name} from row {row} on, in {' and '.join(files[:4])}")
+    with Files(checkpoint.path, os.O_RDONLY) as files:
+        for entry in table.values():
+            row = first_difference(entry, files) if len(entry.copies) > 1 else None
+            if row is not None:
+                extents = (extent for copy in entry.copies for extent in copy)
+                places = sorted({e.file for e in extents if e.row <= row < e.row + e.rows})
+                problems.append(f"{entry.name} from row {row} on, in {' and '.join(places[:4])}")
     if problems:
         raise SourceError(
             enumerate_problems(f"ranks in {checkpoint.path} hold different values of the same tensor:", problems)

@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from .arrangement import arrange, arrange_by_rank, arrange_chunked, decide_head, output_specs, ranked
+from .blocks import TRANSPOSED_BLOCKS
 from .boxes import Shape
 from .checkpoint import Checkpoint
 from .config_choice import open_with_config, output_config, settle_with_config, trap_policies
@@ -128,13 +129,20 @@ class Conversion:
         """Bytes that are read from the source's tensors."""
         return sum(move.read_bytes for unit in self.units for move in unit)
 
+    @property
+    def blocks_per_buffer(self) -> int:
+        """More than one where a parameter is stored column by column."""
+        copies = (copy for unit in self.units for move in unit for copy in (move.source, *move.targets))
+        return TRANSPOSED_BLOCKS if any(extent.transposed for copy in copies for extent in copy) else 1
+
     def peak_bytes(self, workers: int, block_bytes: int) -> int:
         """Estimate of the peak resident memory of carrying it out."""
         tensors = len(self.written)
         deltas = [move.delta for unit in self.units for move in unit if move.delta is not None]
         factors = max((delta.resident_bytes for delta in deltas), default=0)
         plan = tensors * _PLAN_BYTES_PER_TENSOR + len(deltas) * _PLAN_BYTES_PER_DELTA
-        return _INTERPRETER_BYTES + plan + workers * (block_bytes * BUFFERS_PER_WORKER + factors)
+        buffers = block_bytes * self.blocks_per_buffer * BUFFERS_PER_WORKER
+        return _INTERPRETER_BYTES + plan + workers * (buffers + factors)
 
     def plan_id(self) -> str:
         """A hash of what is read and what is written: equal for a repeated command, so that it can be resumed."""

@@ -13,6 +13,9 @@ from .dtypes import itemsize
 from .files import Files
 from .planning import Copy, Entry
 
+_WORTH_A_THREAD = 1 << 20
+"""Bytes of a parameter from which on two threads compare faster than one."""
+
 
 def read_whole(entry: Entry, folder: Path) -> bytearray:
     """The bytes of a small parameter, row-major."""
@@ -39,12 +42,18 @@ def last_nonzero_row(entry: Entry, folder: Path) -> int:
     return -1
 
 
-def first_difference(entry: Entry, folder: Path) -> int | None:
-    """The first row in which two copies of a parameter differ, ``None`` when all are the same bytes."""
+def first_difference(entry: Entry, files: Files) -> int | None:
+    """The first row in which two copies of a parameter differ, ``None`` when all are the same bytes.
+
+    ``files`` are those of its checkpoint.
+    """
     first, *rest = dict.fromkeys(entry.copies)
+    if entry.nbytes < _WORTH_A_THREAD:
+        spans = (_first_difference(entry, first, copy, range(entry.rows), files) for copy in rest)
+        return next((row for row in spans if row is not None), None)
     half = -(-entry.rows // 2)
     ranges = range(half), range(half, entry.rows)
-    with Files(folder, os.O_RDONLY) as files, ThreadPoolExecutor(len(ranges)) as pool:
+    with ThreadPoolExecutor(len(ranges)) as pool:
         for copy in rest:
             rows = pool.map(lambda span, copy=copy: _first_difference(entry, first, copy, span, files), ranges)
             found = next((row for row in rows if row is not None), None)

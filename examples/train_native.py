@@ -1,78 +1,14 @@
-"""A small Qwen3 of transformers, fine-tuned on chats with torchtitan, exported, and asked again with transformers.
+"""Fine-tune torchtitan's own Qwen3.
 
-    python examples/train_native.py [FOLDER]     needs qwen3conv[train]; under a minute on a CPU
-
-The same commands with ``--from Qwen/Qwen3-8B --tp 4 --fsdp 16`` are for a trn2.48xlarge; they were not run there.
+python examples/train_native.py [FOLDER]     needs qwen3conv[train]; under a minute on a CPU
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
-from demo import DENSE, make_models
-
-TEMPLATE = """{% for message in messages %}{{ message['role'] }}
-{{ message['content'] }}{{ eos_token }}
-{% endfor %}{% if add_generation_prompt %}assistant
-{% endif %}"""
-PAIRS = {"sun": "moon", "river": "stone", "bird": "tree", "cloud": "rain"}
-
-
-def write_chats(path: Path) -> None:
-    """Four questions, each with one answer."""
-    with path.open("w", encoding="utf-8") as file:
-        for asked, answer in PAIRS.items():
-            messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-            file.write(json.dumps({"messages": messages}) + "\n")
-
-
-def run(*words: str | Path) -> None:
-    """Show and run a command of qwen3conv."""
-    print("$ qwen3conv", *words, flush=True)
-    subprocess.run([sys.executable, "-m", "qwen3conv", *map(str, words)], check=True, stderr=subprocess.DEVNULL)
-
-
-def ask(folder: Path) -> dict[str, str]:
-    """What the model in ``folder`` answers, with its own chat template."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    answers = {}
-    for asked in PAIRS:
-        messages = [{"role": "user", "content": asked}]
-        prompt = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
-        made = model.generate(**prompt, max_new_tokens=8, do_sample=False)
-        answers[asked] = tokenizer.decode(made[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
-    return answers
-
-
-def main(folder: Path) -> int:
-    """Make, train, export, ask; the exit code says whether all answers were learned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    make_models(folder)
-    (folder / DENSE / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    write_chats(folder / "chats.jsonl")
-    flags = ["--recipe", "tiny_sft", "--steps", "40", "--seq-len", "128", "--local-batch-size", "4"]
-    output = folder / "run"
-    run("train", "--from", folder / DENSE, "--data", folder / "chats.jsonl", "--output", output, "--no-packing", *flags)
-    run("inspect", output / "export")
-    answers = ask(output / "export")
-    for asked, answer in answers.items():
-        print(f"{asked} -> {answer}")
-    return 0 if answers == PAIRS else 1
-
+from demo import DENSE
+from fine_tune import main
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        sys.exit(main(Path(sys.argv[1])))
-    with tempfile.TemporaryDirectory() as name:
-        sys.exit(main(Path(name)))
+    sys.exit(main(DENSE, "native"))

@@ -116,6 +116,20 @@ def test_no_file_imports_a_room_by_its_bare_name() -> None:
 
 
 @pytest.mark.torch_free
+def test_training_takes_torchtitan_from_one_place() -> None:
+    # A release or a fork with other names is met there. devices.py makes torchtitan importable, so it comes before.
+    allowed = {ROOT / "training" / "devices.py", *sources("training/titan")}
+    elsewhere = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}; take it from qwen3conv.training.titan"
+        for path in sources("training")
+        if path not in allowed
+        for line, name in imported_names(path)
+        if name.partition(".")[0] == "torchtitan"
+    ]
+    assert not elsewhere, "\n".join(elsewhere)
+
+
+@pytest.mark.torch_free
 def test_source_is_ascii() -> None:
     paths = [path for path in sources(*FOLDERS, "examples") if not path.read_bytes().isascii()]
     assert not paths

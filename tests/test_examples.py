@@ -70,10 +70,11 @@ def test_a_folder_that_is_cut_otherwise_is_wrong_usage(tmp_path_factory: pytest.
 
 
 @pytest.mark.slow
-def test_a_model_fine_tuned_with_torchtitan_answers_as_it_was_taught() -> None:
+@pytest.mark.parametrize("backend", ["native", "transformers", "nki_moe"])
+def test_a_fine_tuned_model_answers_as_it_was_taught(backend: str) -> None:
     with scratch() as folder:
         ran = subprocess.run(
-            [sys.executable, str(ROOT / "examples" / "train_native.py"), str(folder / "work")],
+            [sys.executable, str(ROOT / "examples" / f"train_{backend}.py"), str(folder / "work")],
             env=environment(OMP_NUM_THREADS="1"),
             capture_output=True,
             text=True,

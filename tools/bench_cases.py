@@ -97,7 +97,9 @@ class Case:
     beside: str | None = None
     """The ``cp`` case that writes the same bytes."""
     at_most: float | None = None
-    """Ratio of wall time to that ``cp`` that is to be reached."""
+    """Ratio of wall time to that ``cp`` that is to be reached, on shapes that are ``judged``."""
+    on_every_shape: bool = False
+    """Whether it is to be reached on small shapes too."""
     faster: dict[str, str] = field(default_factory=dict)
     """For a peer: the cases of ours that do its job -> how the two outputs compare."""
     outrun_by: str | None = None
@@ -144,9 +146,11 @@ def shard_cases(folders: Folders, shape: Shape, *, torch: bool = False) -> Itera
     """``cp`` of rank files, and cutting, cutting anew and joining; with ``torch`` also what ``dcp.load`` takes."""
     hf, ranks, out = folders.hf, folders.ranks, folders.out
     yield Case("cp ranks", _flushed_copy(ranks, out), ranks)
-    yield Case("shard", qwen3conv("shard", hf, out, *shape.mesh), hf, "cp ranks", 2.0)
-    yield Case("reshard", qwen3conv("reshard", ranks, out, *shape.other_mesh), ranks, "cp ranks", 2.0)
-    yield Case("merge", qwen3conv("merge", ranks, out), ranks, "cp hf", 2.0)
+    yield Case("shard", qwen3conv("shard", hf, out, *shape.mesh), hf, "cp ranks", 2.0, on_every_shape=True)
+    yield Case(
+        "reshard", qwen3conv("reshard", ranks, out, *shape.other_mesh), ranks, "cp ranks", 2.0, on_every_shape=True
+    )
+    yield Case("merge", qwen3conv("merge", ranks, out), ranks, "cp hf", 2.0, on_every_shape=True)
     if torch:
         how = "it needs no mesh, and writes one file"
         command = _peer("dcp-reshard", folders.dcp, out)

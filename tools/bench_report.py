@@ -71,7 +71,8 @@ class ShapeReport:
             if not found.rounds:
                 continue
             beside = self.figures.get(case.beside or "")
-            if self.shape.judged and case.at_most is not None and beside is not None:
+            is_judged = self.shape.judged or case.on_every_shape
+            if is_judged and case.at_most is not None and beside is not None:
                 yield _at_most(f"{subject}, wall / {case.beside}", case.at_most, found.ratios(beside))
             if case.at_most is not None:
                 peak = found.spread("peak")[2]

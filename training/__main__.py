@@ -22,7 +22,7 @@ def main(arguments: list[str]) -> None:
         prepare_torchtitan(device)
     except ConversionError as error:
         sys.exit(f"Error: {error}")
-    from torchtitan.train import main as train
+    from .titan import train
 
     sys.argv[1:] = arguments
     try:

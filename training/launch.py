@@ -26,6 +26,16 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """Low-rank adapters that are trained in place of the model."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()
+    """By PEFT's names; without any, every linear matrix of the layers but experts and router."""
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """A run as its user asks for it."""
 
@@ -45,6 +55,7 @@ class Run:
     balance_experts: bool = False
     on_bad_row: str | None = None
     packing: bool = True
+    lora: Lora | None = None
     extra: tuple[str, ...] = ()
     """Flags of torchtitan's own, behind all others."""
 
@@ -54,6 +65,13 @@ class Run:
         return self.recipe.endswith("sft")
 
     @property
+    def source_format(self) -> str:
+        """The format that the backend's model loads; where it has adapters, a DCP would have to hold them already."""
+        if self.lora is not None:
+            return "hf"
+        return "accelerate" if self.backend == "transformers" else "titan"
+
+    @property
     def source(self) -> Path:
         """The start, as torchtitan loads it."""
         return self.folder / "source"
@@ -61,12 +79,17 @@ class Run:
     @property
     def assets(self) -> Path:
         """Config and tokenizer of the start."""
-        return self.source / ASSETS
+        return self.source if self.source_format == "hf" else self.source / ASSETS
 
     @property
     def export(self) -> Path:
         """The trained model."""
         return self.folder / "export"
+
+    @property
+    def adapter(self) -> Path:
+        """The trained adapter, as PEFT saves it."""
+        return self.folder / "adapter"
 
     @property
     def record(self) -> Path:
@@ -87,6 +110,9 @@ class Run:
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
         words += ["--balance_experts"] if self.balance_experts else []
+        if self.lora is not None:
+            words += ["--checkpoint.initial_load_in_hf", "--lora_rank", str(self.lora.rank)]
+            words += ["--lora_alpha", str(self.lora.alpha), "--lora_targets", ",".join(self.lora.targets)]
         words += ["--dataloader.no-packing"] if self.is_sft and not self.packing else []
         if self.changes_data_ranks():
             words += ["--checkpoint.exclude_from_loading", "dataloader"]
@@ -113,6 +139,19 @@ class Run:
             "parallelism.expert_parallel_degree": self.mesh.ep,
             **{flag: value for flag, value in given.items() if value is not None},
         }
+
+    def has_the_same_adapters(self) -> bool:
+        """Whether what the run recorded before had adapters as they are asked for now."""
+        if not self.record.is_file():
+            return True
+        recorded, asked = read_record(self.record).get("lora"), self.lora
+        if asked is None or not isinstance(recorded, Mapping):
+            return asked is None and recorded is None
+        return (recorded.get("rank"), recorded.get("alpha"), recorded.get("targets")) == (
+            asked.rank,
+            asked.alpha,
+            list(asked.targets),
+        )
 
     def changes_data_ranks(self) -> bool:
         """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit."""
@@ -187,12 +226,18 @@ def check_run(run: Run, config: Qwen3Config) -> None:
             f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
             "which torchtitan 0.3 on torch 2.13 trains wrongly"
         )
-    if config.rope_scaling is not None:
+    if config.rope_scaling is not None and run.backend != "transformers":
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
     if run.on_bad_row is not None and not run.is_sft:
         problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
     if run.backend == "nki-moe" and not geometry.is_moe:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
+    if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
+        problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
+    if run.lora is not None and run.backend != "native":
+        problems.append("--lora-rank is for --backend native, whose component it is")
+    if run.backend == "transformers" and "auto_map" in config.raw:
+        problems.append("config.json has auto_map, code beside the weights, which is not run: remove it")
     if run.balance_experts and not geometry.is_moe:
         problems.append("--balance-experts is for MoE models; this one is dense")
     if problems:

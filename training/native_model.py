@@ -19,23 +19,27 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.config.override import derive
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.config_utils import (
+
+from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.errors import SourceError
+
+from .titan import (
+    CosSinRoPE,
+    Embedding,
+    GroupedExperts,
+    Linear,
+    Module,
+    Qwen3Model,
+    Qwen3TransformerBlock,
+    RMSNorm,
+    derive,
     make_ffn_config,
     make_gqa_config,
     make_moe_config,
     make_routed_experts_config,
     make_router_config,
+    skip_param_init,
 )
-from torchtitan.models.common.moe import GroupedExperts
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
-from torchtitan.protocols.module import Module
-
-from qwen3conv.converters.config import Qwen3Config
-from qwen3conv.converters.errors import SourceError
 
 
 class ReferenceExperts(GroupedExperts):

@@ -14,15 +14,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
-from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.qwen3.model import Qwen3Model
-from torchtitan.tools.utils import set_default_dtype
 
 from qwen3conv.converters.boxes import StoredTensor
 from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.errors import MappingError, SourceError, enumerate_problems
 
 from .native_model import native_config
+from .titan import Qwen3Model, ScaledDotProductAttention, set_default_dtype
 
 _TRAINING_STATE = ("optimizer.", "lr_scheduler.", "dataloader.", "train_state.")
 """Prefixes of what a training checkpoint holds beside the model."""

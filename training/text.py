@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.hf_datasets import DatasetConfig, text_datasets
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from .titan import DATASETS, DatasetConfig, HuggingFaceTextDataLoader
 
 DATASET = "text"
 """Its name in torchtitan's table of data sets; ``--dataloader.dataset_path`` is the file."""
@@ -17,7 +16,7 @@ _KINDS = {".jsonl": "json", ".parquet": "parquet"}
 
 def text_loader(path: str | None = None) -> HuggingFaceTextDataLoader.Config:
     """torchtitan's text loader for the file at ``path``, or at ``--dataloader.dataset_path``."""
-    text_datasets.DATASETS[DATASET] = DatasetConfig(path="", loader=_load, sample_processor=_text)
+    DATASETS[DATASET] = DatasetConfig(path="", loader=_load, sample_processor=_text)
     return HuggingFaceTextDataLoader.Config(dataset=DATASET, dataset_path=path)
 
 

@@ -6,7 +6,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
-from torchtitan.components.optimizer import default_adamw, register_moe_load_balancing_hook
-from torchtitan.models.common.attention import VarlenAttention
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter, parallelize_qwen3
-from torchtitan.protocols.model_spec import ModelSpec
-from torchtitan.tools import utils
-from torchtitan.trainer import Trainer
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 
 from .data import ChatDataLoader
+from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .run_record import RunRecord
+from .titan import (
+    ChunkedLossWrapper,
+    CrossEntropyLoss,
+    FullAC,
+    ModelSpec,
+    Qwen3StateDictAdapter,
+    SelectiveAC,
+    Trainer,
+    VarlenAttention,
+    default_adamw,
+    parallelize_qwen3,
+    register_moe_load_balancing_hook,
+    titan_utils,
+)
 
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
@@ -38,12 +46,18 @@ class QwenTrainer(Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
-        """torchtitan's fields and three more."""
+        """torchtitan's fields and a few more."""
 
         learning_rate: float = 1e-5
         """AdamW's peak rate. torchtitan keeps it in parameter groups, which its command line does not reach."""
         balance_experts: bool = False
         """Train MoE's routing bias, for which an exported Hugging Face model has no place."""
+        lora_rank: int = 0
+        """Rank of LoRA's adapters; with 0 every parameter is trained."""
+        lora_alpha: float = 0.0
+        """Their product counts ``lora_alpha / lora_rank`` times."""
+        lora_targets: str = ""
+        """Matrices that get an adapter, by PEFT's names, with commas; all linear ones of the layers without any."""
         record: str = "run.json"
         """Where the run is recorded, in ``dump_folder``."""
 
@@ -53,13 +67,11 @@ class QwenTrainer(Trainer):
         super().__init__(config)
         self._record(config)
 
-    @staticmethod
-    def _fit(config: Config, source: Qwen3Config) -> None:
+    @classmethod
+    def _fit(cls, config: Config, source: Qwen3Config) -> None:
         """Give ``config`` the model, loss and precision that ``source`` and the device ask for."""
-        device = utils.device_type
-        config.model_spec = native_spec(
-            source, max_seq_len=config.training.seq_len, device=device, balance_experts=config.balance_experts
-        )
+        device = titan_utils.device_type
+        config.model_spec = cls._spec(config, source, device)
         loss = CrossEntropyLoss.Config(global_vocab_size=source.geometry.vocab_size)
         config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
         config.optimizer = default_adamw(lr=config.learning_rate)
@@ -69,17 +81,39 @@ class QwenTrainer(Trainer):
             config.training.mixed_precision_param = "float32"  # bfloat16 takes 15 times as long there
             config.training.disable_cuda_graphs = True
 
+    @classmethod
+    def _spec(cls, config: Config, source: Qwen3Config, device: str) -> ModelSpec:
+        spec = native_spec(
+            source,
+            max_seq_len=config.training.seq_len,
+            device=device,
+            balance_experts=config.balance_experts,
+            fuse_qkv=not config.lora_rank,
+        )
+        if not config.lora_rank:
+            return spec
+        targets = check_targets(split_targets(config.lora_targets), is_moe=source.geometry.is_moe)
+        model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
+        return replace(spec, model=model)
+
     def _record(self, config: Config) -> None:
         dims = self.parallel_dims
         degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
         batch = config.training.local_batch_size * self.gradient_accumulation_steps * dims.dp_shard * dims.dp_replicate
         facts = {
-            "device": utils.device_type,
+            "device": titan_utils.device_type,
             "ranks": dist.get_world_size(),
             "degrees": degrees,
             "tokens_per_step": batch * config.training.seq_len,
             "shape": [config.training.local_batch_size, config.training.seq_len],
             "learning_rate": config.learning_rate,
+            "lora": {
+                "rank": config.lora_rank,
+                "alpha": config.lora_alpha,
+                "targets": split_targets(config.lora_targets),
+            }
+            if config.lora_rank
+            else None,
             "rows_left_out": len(getattr(self.dataloader, "bad_rows", ())),
         }
         if dist.get_rank():
@@ -94,7 +128,35 @@ class QwenTrainer(Trainer):
         self.metrics_processor.log = log_and_record
 
 
-def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_experts: bool = False) -> ModelSpec:
+def _lora_facts(config: QwenTrainer.Config) -> dict[str, Any] | None:
+    if not config.lora_rank:
+        return None
+    return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": split_targets(config.lora_targets)}
+
+
+class TransformersTrainer(QwenTrainer):
+    """The same with the model that transformers has for the checkpoint."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(QwenTrainer.Config):
+        """The fields of ``QwenTrainer.Config``."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+
+    @classmethod
+    def _spec(cls, config: QwenTrainer.Config, source: Qwen3Config, device: str) -> ModelSpec:
+        from .transformers_model import transformers_spec
+
+        if source.geometry.is_moe and isinstance(config.activation_checkpoint, SelectiveAC.Config):
+            # torch 2.13 finds a cached tensor changed in transformers' experts
+            config.activation_checkpoint = FullAC.Config()
+        return _reducing_by_sums(transformers_spec(source, device=device))
+
+
+def native_spec(
+    config: Qwen3Config, *, max_seq_len: int, device: str, balance_experts: bool = False, fuse_qkv: bool = True
+) -> ModelSpec:
     """torchtitan's native Qwen3 for the sizes of ``config``, in the parts that run on ``device``.
 
     Off CUDA, attention is ``DocumentAttention``; on a CPU, experts compute in their own dtype, because torchtitan's
@@ -105,24 +167,31 @@ def native_spec(config: Qwen3Config, *, max_seq_len: int, device: str, balance_e
         max_seq_len=max_seq_len,
         inner_attention=VarlenAttention.Config() if device == "cuda" else DocumentAttention.Config(),
         reference_experts=device == "cpu",
+        fuse_qkv=fuse_qkv,
         load_balance_coeff=_LOAD_BALANCE_COEFF if balance_experts else None,
     )
-    return ModelSpec(
-        name="qwen3",
-        flavor="from config.json",
-        model=model,
-        parallelize_fn=_parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=register_moe_load_balancing_hook if balance_experts else None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+    return _reducing_by_sums(
+        ModelSpec(
+            name="qwen3",
+            flavor="from config.json",
+            model=model,
+            parallelize_fn=parallelize_qwen3,
+            pipelining_fn=None,
+            post_optimizer_build_fn=register_moe_load_balancing_hook if balance_experts else None,
+            state_dict_adapter=Qwen3StateDictAdapter,
+        )
     )
 
 
-def _parallelize(model: nn.Module, **options: Any) -> nn.Module:
-    """torchtitan's own plan; where gloo reduces gradients, by sums, because it has no scaled ones (torch 2.13)."""
-    parallel: nn.Module = parallelize_qwen3(model, **options)
-    if dist.get_backend() == "gloo" or torch.device(utils.device_type).type == "cpu":
-        for module in parallel.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-    return parallel
+def _reducing_by_sums(spec: ModelSpec) -> ModelSpec:
+    """``spec`` that reduces gradients by sums where gloo does it, which has no scaled ones (torch 2.13)."""
+
+    def parallelize(model: nn.Module, **options: Any) -> nn.Module:
+        parallel: nn.Module = spec.parallelize_fn(model, **options)
+        if dist.get_backend() == "gloo" or torch.device(titan_utils.device_type).type == "cpu":
+            for module in parallel.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)
+        return parallel
+
+    return replace(spec, parallelize_fn=parallelize)

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from qwen3conv.converters.blocks import BLOCK_BYTES, TRANSPOSED_BLOCKS
+from qwen3conv.converters.execution import BUFFERS_PER_WORKER
 from qwen3conv.tools.cli.command import Command
 from qwen3conv.tools.cli.main import cli
 from tests.adapters import factors, write_adapter
@@ -274,6 +276,15 @@ def test_workers_and_memory_change_no_byte(options: list[str], run: Run, tiny_mo
 def test_a_smaller_max_memory_lowers_the_peak_that_the_plan_names(run: Run, tiny: Path) -> None:
     peak = answer(run, "plan", tiny, "x", "--to", "titan")["peak_bytes"]
     assert answer(run, "plan", tiny, "x", "--to", "titan", "--max-memory", "1MiB")["peak_bytes"] < peak
+
+
+@pytest.mark.torch_free
+def test_the_plan_counts_the_larger_blocks_of_what_is_stored_column_by_column(run: Run, tiny_moe: Path) -> None:
+    rows = answer(run, "plan", tiny_moe, "x", "--to", "hf-fused", "--workers", "1")["peak_bytes"]
+    columns = answer(run, "plan", tiny_moe, "x", "--to", "nxd", "--workers", "1")["peak_bytes"]
+    assert columns - rows == BUFFERS_PER_WORKER * BLOCK_BYTES * (TRANSPOSED_BLOCKS - 1)
+    least = answer(run, "plan", tiny_moe, "x", "--to", "nxd", "--workers", "1", "--max-memory", "2MiB")["peak_bytes"]
+    assert columns - least >= BUFFERS_PER_WORKER * BLOCK_BYTES * TRANSPOSED_BLOCKS - (2 << 20)
 
 
 # -- inspect, fingerprint, verify, diff, formats -----------------------------------------------------------------------

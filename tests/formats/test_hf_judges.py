@@ -151,6 +151,20 @@ def test_a_sharded_output_has_the_index_of_the_files_that_are_there(variant: Var
     assert differing(load(room / "out").state_dict(), source_model(variant("moe"))[0]) == []
 
 
+def test_torchtitan_gets_an_index_of_the_names_it_exports_or_none(variant: Variant, room: Path) -> None:
+    # Its Hugging Face export looks every name up in the index (0.3.0, components/checkpointer/dcp.py): a KeyError at
+    # the end of a training run for one of fused experts.
+    for to in ("hf", "hf-fused"):
+        convert(variant("moe"), room / to, to, shard_bytes=60_000)
+        assert (room / to / "model.safetensors.index.json").is_file()
+        convert(room / to, room / f"{to}-dcp", "titan")
+        convert(room / f"{to}-dcp", room / f"{to}-back", to)
+        assert differing(read_tensors(room / f"{to}-back"), read_tensors(room / to)) == []
+    index = "hf_assets/model.safetensors.index.json"
+    assert (room / "hf-dcp" / index).read_bytes() == (room / "hf" / "model.safetensors.index.json").read_bytes()
+    assert not (room / "hf-fused-dcp" / index).exists()
+
+
 def test_tokenizer_and_generation_settings_come_along(variant: Variant, room: Path) -> None:
     out = along(variant("dense"), "titan hf", room)
     chat = [{"role": "user", "content": "bird and stone"}]

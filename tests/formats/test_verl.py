@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from qwen3conv.converters.errors import SourceError
+from qwen3conv.converters.files import Files
 from qwen3conv.converters.layouts import HF, bind, solve_geometry
 from qwen3conv.converters.planning import Table, tabulate
 from qwen3conv.converters.reading import first_difference
@@ -120,7 +122,8 @@ def test_replicas_are_copies_of_each_parameter(ranked: dict[str, RealCheckpoint]
     assert {len(entry.copies) for entry in table(ranked["verl"].folder).values()} == {1}
     copies = table(ranked["verl-hybrid"].folder)
     assert {len(entry.copies) for entry in copies.values()} == {2}
-    assert {first_difference(entry, ranked["verl-hybrid"].folder) for entry in copies.values()} == {None}
+    with Files(ranked["verl-hybrid"].folder, os.O_RDONLY) as files:
+        assert {first_difference(entry, files) for entry in copies.values()} == {None}
 
 
 def test_replicas_that_differ_are_found(ranked: dict[str, RealCheckpoint], room: Path) -> None:
@@ -131,7 +134,8 @@ def test_replicas_that_differ_are_found(ranked: dict[str, RealCheckpoint], room:
         state[weight]._local_tensor[3, 5] += 1
 
     change(folder, 3, edit)
-    found = {name: first_difference(entry, folder) for name, entry in table(folder).items()}
+    with Files(folder, os.O_RDONLY) as files:
+        found = {name: first_difference(entry, files) for name, entry in table(folder).items()}
     assert found.pop(weight) == 50 + 3  # the second half of 100 rows
     assert set(found.values()) == {None}
 

@@ -108,7 +108,11 @@ def test_the_first_row_that_differs_is_found_wherever_it_is(rows: int, differing
         (root / "file").write_bytes(mine + theirs)
         copies = tuple((Extent(0, rows, 0, 3, "file", at, 6),) for at in (0, len(mine)))
         entry = Entry("x", "BF16", (rows, 3), copies)
-        assert first_difference(entry, root) == min((row for row in differing if row < rows), default=None)
+        expected = min((row for row in differing if row < rows), default=None)
+        for alone in (0, len(mine) + 1):  # two threads, or one
+            patch.setattr(reading, "_WORTH_A_THREAD", alone)
+            with Files(root, os.O_RDONLY) as files:
+                assert first_difference(entry, files) == expected
 
 
 def cut(rows: int, at: list[int], file: str, start: int, gap: int) -> tuple[Extent, ...]:

@@ -13,12 +13,18 @@ from qwen3conv.training.devices import prepare_torchtitan
 NAMES = {
     "torchtitan.components.checkpointer": ["CheckpointManager"],
     "torchtitan.components.dataloader": ["ParallelAwareDataloader"],
+    "torchtitan.components.lora": ["LoRAConverter"],
     "torchtitan.components.loss": ["ChunkedLossWrapper", "CrossEntropyLoss", "IGNORE_INDEX"],
     "torchtitan.components.metrics": ["MetricsProcessor"],
     "torchtitan.components.optimizer": ["LRSchedulersContainer", "default_adamw", "register_moe_load_balancing_hook"],
-    "torchtitan.config.configs": ["ParallelismConfig", "TrainingConfig"],
+    "torchtitan.config": ["TORCH_DTYPE_MAP"],
+    "torchtitan.config.configs": ["DebugConfig", "ParallelismConfig", "TrainingConfig"],
     "torchtitan.config.override": ["derive"],
-    "torchtitan.distributed.activation_checkpoint": ["SelectiveAC"],
+    "torchtitan.distributed.activation_checkpoint": ["FullAC", "SelectiveAC"],
+    "torchtitan.distributed.compile": ["apply_compile"],
+    "torchtitan.experiments.transformers_modeling_backend": ["TitanModelConfig"],
+    "torchtitan.experiments.transformers_modeling_backend.model": ["HFTransformerModel"],
+    "torchtitan.experiments.transformers_modeling_backend.parallelize": ["apply_fsdp"],
     "torchtitan.hf_datasets": ["DatasetConfig"],
     "torchtitan.hf_datasets.text_datasets": ["DATASETS", "HuggingFaceTextDataLoader"],
     "torchtitan.models.common": ["CosSinRoPE", "Embedding", "Linear"],
@@ -70,6 +76,11 @@ FIELDS = {
 
 PARAMETERS = {
     "torchtitan.models.common.attention:VarlenAttention.forward": ["q_BLNH", "k_BLNH", "v_BLNH", "attention_masks"],
+    "torchtitan.experiments.transformers_modeling_backend.model:HFTransformerModel.init_states": ["buffer_device"],
+    "torchtitan.experiments.transformers_modeling_backend.model:HFTransformerModel.get_attention_masks": ["positions"],
+    "torchtitan.experiments.transformers_modeling_backend.model:HFTransformerModel.Config.update_from_config": [
+        "config"
+    ],
     "torchtitan.models.common.moe:GroupedExperts.forward": ["x_RD", "num_tokens_per_expert_E"],
     "torchtitan.components.metrics:MetricsProcessor.log": ["step", "global_avg_loss", "global_max_loss", "grad_norm"],
 }

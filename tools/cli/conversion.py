@@ -159,7 +159,7 @@ def _show_plan(conversion: Conversion, options: Options) -> None:
 
     reads = _read_bytes_by_file(conversion)
     writes = {file.name: file.size for file in conversion.arrangement.files}
-    peak = conversion.peak_bytes(options.workers, block_size(options.workers, options.max_memory))
+    peak = conversion.peak_bytes(options.workers, block_size(conversion, options.workers, options.max_memory))
     free = _free_bytes(conversion.destination)
     if conversion.disk_bytes > free:
         missing = format_bytes(conversion.disk_bytes - free)

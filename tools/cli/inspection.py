@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .command import Command
-from .options import json_option, source_argument
+from .options import json_option, reading_options, source_argument
 from .output import format_bytes, format_count, note, print_json, print_lines, print_table, say
 
 if TYPE_CHECKING:
     from qwen3conv.converters.inspection import Report
+    from qwen3conv.converters.stores.nxd_bindings import Queries
 
 _OTHERS_SHOWN = 3
 
@@ -23,17 +24,20 @@ _OTHERS_SHOWN = 3
 @click.command(cls=Command, example="qwen3conv inspect qwen3-dcp --tensors")
 @source_argument("path", "PATH")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
+@reading_options
 @json_option
-def inspect(path: str, tensors: bool, json: bool) -> None:
+def inspect(path: str, tensors: bool, like: str | None, query_heads: Queries | None, json: bool) -> None:
     """What a folder is, whether it is whole, what will bite.
 
     Only headers are read, of a hub id too. The exit code is 0 for an incomplete checkpoint too; --json says `complete`.
     """
     from qwen3conv.converters.inspection import inspect as examine
+    from qwen3conv.tools.hub import resolve_like
     from qwen3conv.tools.hub_remote import headers_of
 
+    config = None if like is None else resolve_like(like, announce=note).path
     with headers_of(path, announce=note) as found:
-        report = examine(found.path)
+        report = examine(found.path, like=config, queries=query_heads)
         if "hub" in found.origin:
             report = replace(report, path=Path(path))
     if json:

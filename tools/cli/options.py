@@ -138,6 +138,23 @@ def untie_option(function: Function) -> Function:
     )(function)
 
 
+def _like_option(text: str) -> Callable[[Function], Function]:
+    return click.option("--like", type=Place(), metavar="FOLDER|HUB_ID", help=text)
+
+
+def _query_heads_option(function: Function) -> Function:
+    return click.option(
+        "--query-heads",
+        type=click.Choice(["follow", "natural"]),
+        help="Of NxD shards that repeat key-value heads: do query heads follow them, or lie in natural order?",
+    )(function)
+
+
+def reading_options(function: Function) -> Function:
+    """``--like`` and ``--query-heads``: what a checkpoint that is only read may not say of itself."""
+    return _like_option("Take config.json from there: for a checkpoint that has none.")(_query_heads_option(function))
+
+
 _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
     (
         "dtype",
@@ -201,15 +218,7 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
             help="Largest output file, such as 500MB or 2GiB. Default: the source's own split, else 5GB; DCP: 2GB.",
         ),
     ),
-    (
-        "like",
-        click.option(
-            "--like",
-            type=Place(),
-            metavar="FOLDER|HUB_ID",
-            help="Take config.json, tokenizer and file split from there (no weights are read).",
-        ),
-    ),
+    ("like", _like_option("Take config.json, tokenizer and file split from there (no weights are read).")),
     (
         "config_from",
         click.option(
@@ -229,14 +238,7 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
             help="A config value for weights without config.json, such as rope_theta=1000000. Repeatable.",
         ),
     ),
-    (
-        "query_heads",
-        click.option(
-            "--query-heads",
-            type=click.Choice(["follow", "natural"]),
-            help="Of NxD shards that repeat key-value heads: do query heads follow them, or lie in natural order?",
-        ),
-    ),
+    ("query_heads", _query_heads_option),
     (
         "flavor",
         click.option(

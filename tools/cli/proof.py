@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 import click
 
 from .command import DIFFERENT, Command
-from .options import json_option, source_argument, untie_option, workers_option
+from .options import json_option, reading_options, source_argument, untie_option, workers_option
 from .output import format_count, note, print_json, print_table, say, warn
 from .progress import progress
 
 if TYPE_CHECKING:
     from qwen3conv.converters.policies import Settled
+    from qwen3conv.converters.stores.nxd_bindings import Queries
     from qwen3conv.converters.verification import Comparison, Difference
 
 _DIFFERENCES_SHOWN = 40
@@ -26,9 +27,12 @@ _DIFFERENCES_SHOWN = 40
 @click.command(cls=Command, example="qwen3conv fingerprint qwen3-dcp")
 @source_argument("path", "PATH")
 @untie_option
+@reading_options
 @workers_option
 @json_option
-def fingerprint(path: str, untie: bool, workers: int, json: bool) -> None:
+def fingerprint(
+    path: str, untie: bool, like: str | None, query_heads: Queries | None, workers: int, json: bool
+) -> None:
     """One hash of a model, the same in every format.
 
     Every byte is read. Names, dtypes, shapes and values decide, not files, fusion or shards; a tied head does not
@@ -37,7 +41,7 @@ def fingerprint(path: str, untie: bool, workers: int, json: bool) -> None:
     from qwen3conv.converters.manifest import fingerprint_of
     from qwen3conv.converters.verification import compute_records
 
-    settled = _open(path, untie)
+    settled = _open(path, untie, like, query_heads)
     with progress("reading", _table_bytes(settled)) as advance:
         found = fingerprint_of(compute_records(settled, workers=workers, advance=advance))
     manifest = settled.checkpoint.manifest
@@ -59,9 +63,18 @@ def fingerprint(path: str, untie: bool, workers: int, json: bool) -> None:
     help="Compare with the qwen3conv.json of another copy of the model, not with the folder's own.",
 )
 @untie_option
+@reading_options
 @workers_option
 @json_option
-def verify(path: str, manifest_file: Path | None, untie: bool, workers: int, json: bool) -> None:
+def verify(
+    path: str,
+    manifest_file: Path | None,
+    untie: bool,
+    like: str | None,
+    query_heads: Queries | None,
+    workers: int,
+    json: bool,
+) -> None:
     """Read everything again and compare with the manifest.
 
     The source is not needed. Exit 1 when a byte changed: do not use the checkpoint then.
@@ -70,7 +83,7 @@ def verify(path: str, manifest_file: Path | None, untie: bool, workers: int, jso
     from qwen3conv.converters.verification import bytes_to_verify, check
     from qwen3conv.converters.verification import verify as run
 
-    settled = _open(path, untie)
+    settled = _open(path, untie, like, query_heads)
     manifest = None
     if manifest_file is not None and (manifest := read_manifest(manifest_file)) is None:
         raise click.BadParameter(f"there is no {MANIFEST} in {manifest_file}", param_hint="--manifest")
@@ -97,15 +110,16 @@ def verify(path: str, manifest_file: Path | None, untie: bool, workers: int, jso
 @source_argument("a", "A")
 @source_argument("b", "B")
 @untie_option
+@reading_options
 @json_option
-def diff(a: str, b: str, untie: bool, json: bool) -> None:
+def diff(a: str, b: str, untie: bool, like: str | None, query_heads: Queries | None, json: bool) -> None:
     """Which layer, expert and projection differ, and by how much.
 
     The two may be of different formats. Exit 0 when they are the same bit for bit, 3 when they differ.
     """
     from qwen3conv.converters.verification import diff as run
 
-    left, right = _open(a, untie), _open(b, untie)
+    left, right = (_open(place, untie, like, query_heads) for place in (a, b))
     with progress("comparing", _table_bytes(left) + _table_bytes(right)) as advance:
         found = run(left, right, advance=advance)
     if json:
@@ -124,12 +138,14 @@ def diff(a: str, b: str, untie: bool, json: bool) -> None:
         raise click.exceptions.Exit(DIFFERENT)
 
 
-def _open(place: str, untie: bool) -> Settled:
+def _open(place: str, untie: bool, like: str | None, queries: Queries | None) -> Settled:
     from qwen3conv.converters.detection import open_checkpoint
     from qwen3conv.converters.policies import Choices, settle
-    from qwen3conv.tools.hub import resolve_source
+    from qwen3conv.tools.hub import resolve_like, resolve_source
 
-    settled = settle(open_checkpoint(resolve_source(place, announce=note).path), Choices(untie=untie))
+    config = None if like is None else resolve_like(like, announce=note).path
+    checkpoint = open_checkpoint(resolve_source(place, announce=note).path, like=config, queries=queries)
+    settled = settle(checkpoint, Choices(untie=untie))
     for policy in settled.policies:
         if policy.warning:
             warn(f"{place}: {policy.summary}")

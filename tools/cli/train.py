@@ -18,7 +18,7 @@ from .values import Place
 
 if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
-    from qwen3conv.training.launch import Run
+    from qwen3conv.training.launch import Lora, Run
 
 _RECIPES = ("pretrain", "sft", "tiny", "tiny_sft")
 _DTYPES = ("source", "float32", "bfloat16")
@@ -40,10 +40,10 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--recipe", type=click.Choice(_RECIPES), default="pretrain", help="On text, or on answers (sft).")
 @click.option(
     "--backend",
-    type=click.Choice(["native", "nki-moe"]),
+    type=click.Choice(["native", "transformers", "nki-moe"]),
     default="native",
     show_default=True,
-    help="torchtitan's Qwen3, or its MoE with our operator for experts (no NKI kernel yet: CPU and CUDA).",
+    help="torchtitan's Qwen3, transformers' one, or torchtitan's MoE with our operator for experts.",
 )
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Steps in all, those before included.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence.")
@@ -60,6 +60,11 @@ _DTYPES = ("source", "float32", "bfloat16")
     "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long included. Default: stop."
 )
 @click.option("--no-packing", is_flag=True, help="Of sft: one row per sequence, padded.")
+@click.option(
+    "--lora-rank", type=click.IntRange(min=1), metavar="N", help="Train adapters of this rank, not the model."
+)
+@click.option("--lora-alpha", type=click.FloatRange(min=0, min_open=True), metavar="X", help="Default: twice the rank.")
+@click.option("--lora-targets", metavar="NAMES", help="q_proj,v_proj,... Default: all of attention and dense MLP.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default="source", help="Of the export.")
 @click.option("--no-export", is_flag=True, help="Leave torchtitan's checkpoint as it is.")
 @click.option("--print", "prints", is_flag=True, help="Print the command that would train, and do nothing.")
@@ -84,6 +89,9 @@ def train(
     balance_experts: bool,
     on_bad_row: str | None,
     no_packing: bool,
+    lora_rank: int | None,
+    lora_alpha: float | None,
+    lora_targets: str | None,
     dtype: str,
     no_export: bool,
     prints: bool,
@@ -99,6 +107,9 @@ def train(
     from qwen3conv.converters.placement import Mesh
     from qwen3conv.training.launch import Run, check_run, read_record, typed
 
+    if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
+        raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
+    place, config = _look(source)
     run = Run(
         output,
         data,
@@ -115,9 +126,9 @@ def train(
         balance_experts,
         on_bad_row,
         not no_packing,
+        _lora(config, lora_rank, lora_alpha, lora_targets),
         flags,
     )
-    place, config = _look(source)
     check_run(run, config)
     if prints:
         say(typed(run.command()))
@@ -133,6 +144,8 @@ def train(
             f"training ended with code {ended.returncode}; what it said is above, and what it saved is in "
             f"{run.folder / 'checkpoint'}: the same command goes on from there"
         )
+    if run.lora is not None:
+        _export_adapter(run, run.lora)
     if not no_export:
         _export(run, config, dtype)
     record = read_record(run.record)
@@ -144,6 +157,8 @@ def train(
     if found:
         first, last = found[0], found[-1]
         say(f"{run.folder}: step {first[0]} loss {first[1]['loss']:.4f}, step {last[0]} loss {last[1]['loss']:.4f}")
+    if run.lora is not None:
+        say(f"The adapter: {run.adapter}")
     if not no_export:
         say(f"The trained model: {run.export}")
 
@@ -158,6 +173,15 @@ def _look(source: str) -> tuple[Path, Qwen3Config]:
     if checkpoint.config is None:
         raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
     return checkpoint.path, checkpoint.config
+
+
+def _lora(config: Qwen3Config, rank: int | None, alpha: float | None, targets: str | None) -> Lora | None:
+    from qwen3conv.training.launch import Lora
+    from qwen3conv.training.lora import check_targets, split_targets
+
+    if rank is None:
+        return None
+    return Lora(rank, alpha or 2.0 * rank, check_targets(split_targets(targets or ""), is_moe=config.geometry.is_moe))
 
 
 def _require_training() -> None:
@@ -181,13 +205,18 @@ def _make_source(run: Run, place: Path, source: str) -> None:
         manifest = read_manifest(run.source)
         if manifest is None or manifest.source.get("trains") != str(place.resolve()):
             raise DestinationError(f"{run.folder} is a run of another checkpoint than {source}; name another --output")
+        if manifest.format != run.source_format or not run.has_the_same_adapters():
+            raise DestinationError(
+                f"{run.folder} is a run of another backend, or with other adapters or none; repeat them, or name "
+                "another --output"
+            )
         return
     if run.folder.exists() and any(run.folder.iterdir()):
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     origin = {"path": source, "trains": str(place.resolve())}
     try:
-        carry_out(prepare(place, run.source, "titan", origin=origin))
+        carry_out(prepare(place, run.source, run.source_format, origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and not has_chat_template(run.assets):
@@ -210,18 +239,32 @@ def _draw(run: Run, record: dict[str, object]) -> None:
         note(f"no picture: {error}")
 
 
-def _export(run: Run, config: Qwen3Config, dtype: str) -> None:
-    """The last checkpoint as ``RUN/export``, a Hugging Face folder in the source's dtype."""
-    from qwen3conv.converters.conversion import carry_out, prepare
-    from qwen3conv.converters.dtypes import FROM_TORCH_NAME
+def _last_step(run: Run) -> tuple[int, Path]:
     from qwen3conv.converters.errors import SourceError
-    from qwen3conv.converters.policies import DEFAULTS
 
     checkpoints = run.checkpoints()
     if not checkpoints:
         raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
-    step, folder = checkpoints[-1]
+    return checkpoints[-1]
+
+
+def _export_adapter(run: Run, lora: Lora) -> None:
+    from qwen3conv.training.lora import export_adapter
+
+    export_adapter(_last_step(run)[1], run.adapter, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+
+
+def _export(run: Run, config: Qwen3Config, dtype: str) -> None:
+    """The last checkpoint, or the source with the last adapter, as ``RUN/export``, in the source's dtype."""
+    from qwen3conv.converters.conversion import carry_out, prepare
+    from qwen3conv.converters.dtypes import FROM_TORCH_NAME
+    from qwen3conv.converters.policies import DEFAULTS
+
+    step, folder = _last_step(run)
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
-    origin = {"path": str(folder), "step": step, "run": str(run.record)}
+    origin: dict[str, object] = {"path": str(folder), "step": step, "run": str(run.record)}
     choices = replace(DEFAULTS, like=run.assets, dtype=code)
+    if run.lora is not None:
+        choices = replace(DEFAULTS, dtype=code, adapter=run.adapter)
+        folder, origin["adapter"] = run.source, str(run.adapter)
     carry_out(prepare(folder, run.export, "hf", choices, origin=origin), overwrite=True)

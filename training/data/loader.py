@@ -16,10 +16,9 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
-from torchtitan.components.dataloader import ParallelAwareDataloader
-from torchtitan.components.loss import IGNORE_INDEX
 
 from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
+from qwen3conv.training.titan import IGNORE_INDEX, ParallelAwareDataloader
 
 from .masking import BadRow, Sample, encode_row
 from .rows import read_rows

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+
+from qwen3conv.training.titan import VarlenAttention, VarlenMetadata
 
 
 class DocumentAttention(VarlenAttention):

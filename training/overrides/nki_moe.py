@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.config.override import derive, override
-from torchtitan.models.common.moe import GroupedExperts
 
 from qwen3conv.training.kernels.moe_experts import moe_experts
+from qwen3conv.training.titan import GroupedExperts, derive, override
 
 
 class NkiGroupedExperts(GroupedExperts):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from torchtitan.components.checkpointer import CheckpointManager
-from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import LRSchedulersContainer
-from torchtitan.config.configs import ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import SelectiveAC
-
 from qwen3conv.training.data import ChatDataLoader
 from qwen3conv.training.text import text_loader
+from qwen3conv.training.titan import (
+    CheckpointManager,
+    DebugConfig,
+    LRSchedulersContainer,
+    MetricsProcessor,
+    ParallelismConfig,
+    SelectiveAC,
+    TrainingConfig,
+)
 from qwen3conv.training.trainer import QwenTrainer
 
 
@@ -24,6 +27,7 @@ def pretrain() -> QwenTrainer.Config:
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(enable=True, interval=500, last_save_model_only=False),
         activation_checkpoint=SelectiveAC.Config(),
+        debug=DebugConfig(seed=42),  # of adapters; all other numbers are loaded
     )
 
 
