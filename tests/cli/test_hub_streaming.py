@@ -86,7 +86,7 @@ def test_a_file_with_another_hash_is_refused_and_what_came_before_is_kept(client
     client.hub.requests.clear()
     assert "--resume" in client.run("hf-to-dcp", "Qwen/Tiny", "dcp", code=1).stderr
     client.run("hf-to-dcp", "Qwen/Tiny", "dcp", "--resume")
-    assert weights_sent(client) == names[2:]
+    assert sorted(weights_sent(client)) == names[2:]
     assert client.run("diff", repository, "dcp").returncode == 0
     assert sorted(path.name for path in client.folder.iterdir() if path.name.startswith("dcp")) == ["dcp"]
 
@@ -105,8 +105,7 @@ def test_a_killed_conversion_goes_on_with_the_file_that_was_coming(client: HubCl
     assert (client.folder / "dcp.download").is_dir()
     client.hub.requests.clear()
     client.run("hf-to-dcp", "Qwen/Tiny", "dcp", "--resume")
-    assert weights_sent(client)[-2:] == names[3:]
-    assert names[2] not in weights_sent(client)  # the first two hold embeddings and head, which are compared again
+    assert sorted(weights_sent(client)) == names[3:]
     client.run("verify", "dcp")
     assert client.run("diff", repository, "dcp").returncode == 0
 
