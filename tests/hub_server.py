@@ -112,6 +112,8 @@ class Hub:
         """Names of files that are sent with one bit flipped."""
         self.stalls: dict[str, threading.Event] = {}
         """By file name: what downloads of it as a whole wait for."""
+        self.mangles = False
+        """Whether commits keep something else than the small files that come with them."""
         self.renamed: dict[str, str] = {}
         """Old name of a repository -> the name that requests are sent on to."""
         self.objects: dict[str, bytes] = {}
@@ -391,7 +393,8 @@ class _Handler(BaseHTTPRequestHandler):
         for line in self._body.splitlines():
             key, value = (entry := json.loads(line))["key"], entry["value"]
             if key == "file":
-                changed[value["path"]] = Blob.of(base64.b64decode(value["content"]))
+                content = base64.b64decode(value["content"])
+                changed[value["path"]] = Blob.of(content + b"!" if self.hub.mangles else content)
             elif key == "lfsFile":
                 changed[value["path"]] = Blob.of(self.hub.objects[value["oid"]])
             elif key == "deletedFile":

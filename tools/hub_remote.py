@@ -209,7 +209,7 @@ def streamed(
         yield sidecars
         return
     room = download_path(destination)
-    _make_room(room, resume=resume)
+    make_room(room, resume=resume)
     quiet_off_terminals()
     try:
         folder = room / asked.repository.replace("/", "--")
@@ -328,7 +328,7 @@ def _fetch_metadata(folder: Path, asked: HubId, listing: Listing) -> None:
     path.symlink_to(found)
 
 
-def _make_room(room: Path, *, resume: bool) -> None:
+def make_room(room: Path, *, resume: bool) -> None:
     """``DST.download``, empty unless an earlier try is resumed."""
     try:
         if os.path.lexists(room):

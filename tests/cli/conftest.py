@@ -8,6 +8,7 @@ import random
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.geometry import Geometry
 from qwen3conv.converters.parameters import logical_parameters
+from qwen3conv.converters.policies import Choices
 from qwen3conv.tools.cli.main import cli
 from tests.hub_server import Hub, client_environment, serve_hub
 from tests.models import saved_model
@@ -44,6 +47,16 @@ def write_model(folder: Path, geometry: Geometry = TINY, *, tied: bool = False, 
     if config:
         (folder / "config.json").write_text(json.dumps(config_of(geometry, tied)))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+def write_sharded(folder: Path) -> Path:
+    """The same with an untied head in five weight files and an index."""
+    choices = Choices(shard_bytes=3000)
+    with tempfile.TemporaryDirectory() as room:
+        carry_out(prepare(write_model(Path(room) / "whole"), folder, "hf", choices))
+    (folder / "qwen3conv.json").unlink()
+    assert len(list(folder.glob("model-*-of-00005.safetensors"))) == 5
     return folder
 
 
@@ -113,7 +126,7 @@ class HubClient:
         """Run a command to its end; an exit code other than ``code`` fails the test."""
         ran = process(*arguments, cwd=self.folder, env=self.environment(**env))
         assert ran.returncode == code, f"exit {ran.returncode}\n{ran.stdout}{ran.stderr}"
-        assert "Traceback" not in ran.stderr
+        assert "--debug" in arguments or "Traceback" not in ran.stderr
         return ran
 
 

@@ -9,20 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from qwen3conv.tools.generate import generate
-from tests.cli.conftest import HubClient, write_model
+from tests.cli.conftest import HubClient, write_model, write_sharded
 from tests.hub_server import Blob, Fault
 
 
 @pytest.fixture
-def repository(model: Callable[[str], Path], client: HubClient) -> Path:
-    """A model in five files, served as Qwen/Tiny; not to be written to."""
-    folder = model("dense-sharded")
+def repository(client: HubClient) -> Path:
+    """A model in five files, served as Qwen/Tiny."""
+    folder = write_sharded(client.folder / "served")
     client.hub.add("Qwen/Tiny", folder)
     return folder
 

@@ -18,6 +18,7 @@ from .values import Place
 
 if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
+    from qwen3conv.tools.hub import Source
     from qwen3conv.training.launch import Lora, Run
 
 _RECIPES = ("pretrain", "sft", "tiny", "tiny_sft")
@@ -29,7 +30,10 @@ _DTYPES = ("source", "float32", "bfloat16")
     example="qwen3conv train --from Qwen/Qwen3-0.6B --data text.jsonl --output run --fsdp 2 --print",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
+@click.option("--from", "source", type=Place(), metavar="SRC", help="A checkpoint of any format.")
+@click.option(
+    "--resume", type=Place(), metavar="ORG/RUN[@STEP]", help="In place of --from: a state that push --state sent."
+)
 @click.option(
     "--data",
     type=click.Path(path_type=Path),
@@ -71,7 +75,8 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN_FLAGS]...")
 @json_option
 def train(
-    source: str,
+    source: str | None,
+    resume: str | None,
     data: Path,
     output: Path,
     recipe: str,
@@ -102,14 +107,20 @@ def train(
 
     SRC becomes RUN/source, which torchtitan loads; its checkpoints go to RUN/checkpoint, the trained model to
     RUN/export, and what happened to RUN/run.json. The same command again goes on where the run stopped, on another mesh
-    too. Further flags are torchtitan's own.
+    too; with --resume a run goes on that was sent to the hub, optimizer and data position included. Further flags are
+    torchtitan's own.
     """
     from qwen3conv.converters.placement import Mesh
     from qwen3conv.training.launch import Run, check_run, read_record, typed
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
-    place, config = _look(source)
+    if (source is None) == (resume is None):
+        raise click.UsageError("give either --from, a checkpoint to start from, or --resume, a run to go on with")
+    if source is not None:
+        place, config = _look(source)
+    else:
+        config = _look_at_state(resume or "", Run(output, data))
     run = Run(
         output,
         data,
@@ -134,7 +145,10 @@ def train(
         say(typed(run.command()))
         return
     _require_training()
-    _make_source(run, place, source)
+    if source is not None:
+        _make_source(run, place, source)
+    else:
+        _check_resumed(run, resume or "")
     if run.changes_data_ranks():
         warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
     note(f"training: {typed(run.command())}")
@@ -163,16 +177,37 @@ def train(
         say(f"The trained model: {run.export}")
 
 
-def _look(source: str) -> tuple[Path, Qwen3Config]:
-    """The checkpoint's folder and its config, without which nothing can be trained."""
+def _look(source: str) -> tuple[Source, Qwen3Config]:
+    """The checkpoint's place and its config, without which nothing can be trained."""
     from qwen3conv.converters.detection import open_checkpoint
     from qwen3conv.converters.errors import SourceError
     from qwen3conv.tools.hub import resolve_source
 
-    checkpoint = open_checkpoint(resolve_source(source, announce=note).path)
+    found = resolve_source(source, announce=note)
+    checkpoint = open_checkpoint(found.path)
     if checkpoint.config is None:
         raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
-    return checkpoint.path, checkpoint.config
+    return replace(found, path=checkpoint.path), checkpoint.config
+
+
+def _look_at_state(text: str, run: Run) -> Qwen3Config:
+    """The same of a state on the hub, which becomes the run's folder."""
+    from qwen3conv.converters.config import read_config
+    from qwen3conv.tools.hub_id import parse_hub_id
+    from qwen3conv.tools.hub_state import pull_state
+
+    step = pull_state(parse_hub_id(text), run, announce=note)
+    note(f"{run.folder}: goes on from step {step} of {text}")
+    return read_config(run.source / "hf_assets" / "config.json")
+
+
+def _check_resumed(run: Run, text: str) -> None:
+    from qwen3conv.converters.errors import DestinationError
+    from qwen3conv.converters.manifest import read_manifest
+
+    manifest = read_manifest(run.source)
+    if manifest is None or manifest.format != run.source_format or run.lora is not None:
+        raise DestinationError(f"{text} is the state of another backend; repeat the --backend that it was trained with")
 
 
 def _lora(config: Qwen3Config, rank: int | None, alpha: float | None, targets: str | None) -> Lora | None:
@@ -194,13 +229,14 @@ def _require_training() -> None:
         raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
 
 
-def _make_source(run: Run, place: Path, source: str) -> None:
+def _make_source(run: Run, found: Source, source: str) -> None:
     """``RUN/source``, unless an earlier try of the same run made it."""
     from qwen3conv.converters.conversion import carry_out, prepare
     from qwen3conv.converters.errors import DestinationError, SourceError
     from qwen3conv.converters.manifest import read_manifest
     from qwen3conv.training.launch import has_chat_template
 
+    place = found.path
     if run.source.is_dir():
         manifest = read_manifest(run.source)
         if manifest is None or manifest.source.get("trains") != str(place.resolve()):
@@ -214,7 +250,7 @@ def _make_source(run: Run, place: Path, source: str) -> None:
     if run.folder.exists() and any(run.folder.iterdir()):
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
-    origin = {"path": source, "trains": str(place.resolve())}
+    origin = {**found.origin, "path": source, "trains": str(place.resolve())}
     try:
         carry_out(prepare(place, run.source, run.source_format, origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
@@ -258,11 +294,15 @@ def _export(run: Run, config: Qwen3Config, dtype: str) -> None:
     """The last checkpoint, or the source with the last adapter, as ``RUN/export``, in the source's dtype."""
     from qwen3conv.converters.conversion import carry_out, prepare
     from qwen3conv.converters.dtypes import FROM_TORCH_NAME
+    from qwen3conv.converters.manifest import read_manifest
     from qwen3conv.converters.policies import DEFAULTS
 
     step, folder = _last_step(run)
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
     origin: dict[str, object] = {"path": str(folder), "step": step, "run": str(run.record)}
+    began = read_manifest(run.source)
+    if began is not None and "hub" in began.source:
+        origin["base_model"] = began.source["hub"]
     choices = replace(DEFAULTS, like=run.assets, dtype=code)
     if run.lora is not None:
         choices = replace(DEFAULTS, dtype=code, adapter=run.adapter)
