@@ -86,8 +86,8 @@ class Main(click.Group):
 def cli() -> None:
     """Convert, check and compare Qwen3 checkpoints, bit for bit.
 
-    A SRC or PATH is a folder, or a hub id (org/name[@revision][:subfolder]) that is downloaded first. A folder of that
-    name wins over the hub.
+    A SRC or PATH is a folder, or a hub id (org/name[@revision][:subfolder]), of which no more is fetched than is
+    needed. A folder of that name wins over the hub.
     """
 
 
