@@ -108,6 +108,8 @@ def run(
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()  # also on Ctrl-C: the workers leave at their next block
+                if any(not future.done() for future in futures):
+                    reads.give_up()
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
             raise error

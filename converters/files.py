@@ -72,6 +72,11 @@ class Files:
                 raise write_failed(path, error) from error
             raise SourceError(f"{path} cannot be opened: {error.strerror}") from error
 
+    def give_up(self) -> None:
+        """Let a worker that waits for a file from elsewhere wait no longer."""
+        if self._remote is not None:
+            self._remote.give_up()
+
     def finished(self, name: str) -> None:
         """Nothing of the file is wanted any more: one that was fetched can go."""
         if self._remote is None or name not in self._remote.files:

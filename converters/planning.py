@@ -249,7 +249,7 @@ def plan_moves(
             )
         )
     if by_source:
-        moves.sort(key=lambda move: min(natural_key(name) for name in source_files([move])))  # the order above stays
+        moves.sort(key=lambda move: min(natural_key(extent.file) for extent in move.source))  # the order above stays
     return tuple(_units(moves, by_source=by_source))
 
 

@@ -53,6 +53,9 @@ class Remote(Protocol):
     def disk_bytes(self, workers: int) -> int:
         """The most that fetched files take at a time."""
 
+    def give_up(self) -> None:
+        """Let fetches that are under way fail soon: the work is stopped."""
+
 
 _MOUNTED: dict[str, Remote] = {}
 

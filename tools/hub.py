@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from qwen3conv import __version__
-from qwen3conv.converters.errors import SourceError
+from qwen3conv.converters.errors import SourceError, TransferError
 from qwen3conv.converters.manifest import ASSETS
 
 from .hub_client import (
     LIBRARY,
     Announce,
+    Listing,
     MissingHubError,
     explained,
     is_offline,
@@ -114,6 +116,7 @@ def download(
     patterns: tuple[str, ...],
     *,
     announce: Announce,
+    listing: Listing | None = None,
     config: str = "config.json",
     of: str = "a whole model",
 ) -> Source:
@@ -121,8 +124,11 @@ def download(
 
     Raises as ``resolve_source`` does.
     """
-    is_dcp = _is_dcp(text, asked, announce)
-    snapshot = _download(text, asked, patterns, is_dcp=is_dcp)
+    if listing is None and not is_offline():
+        with suppress(TransferError):  # the cache may hold it all the same
+            listing = list_files(asked, text, announce=announce)
+    is_dcp, has_assets = (_holds(text, asked, listing, name) for name in (DCP[0], f"{ASSETS}/config.json"))
+    snapshot = _download(text, asked, patterns, is_dcp=is_dcp, has_assets=has_assets)
     folder = snapshot / asked.subfolder if asked.subfolder else snapshot
     where = f"{asked.repository} on the hub"
     if not folder.is_dir():
@@ -130,7 +136,7 @@ def download(
     if not is_dcp:
         if WEIGHTS[0] in patterns:
             refuse_without_weights(asked, any(folder.glob(WEIGHTS[0])))
-        refuse_without_config(asked, (folder / config).is_file(), config, of)
+        refuse_without_config(asked, has_assets or (folder / config).is_file(), config, of)
     return Source(folder, origin_of(asked, snapshot.name))
 
 
@@ -174,28 +180,22 @@ def _refuse_unfinished(path: Path) -> None:
         )
 
 
-def _is_dcp(text: str, asked: HubId, announce: Announce) -> bool:
-    """Whether a DCP lies there: the hub is asked, or the cache where the hub cannot be."""
-    from qwen3conv.converters.errors import TransferError
-
+def _holds(text: str, asked: HubId, listing: Listing | None, name: str) -> bool:
+    """Whether a file lies there, or in the cache where the hub was not asked."""
+    if listing is not None:
+        return asked.below + name in listing.files
     with library(text):
         from huggingface_hub import try_to_load_from_cache
-    name = f"{asked.below}{DCP[0]}"
-    if not is_offline():
-        try:
-            return name in list_files(asked, text, announce=announce).files
-        except TransferError:
-            pass  # the cache may hold it all the same
-    return isinstance(try_to_load_from_cache(asked.repository, name, revision=asked.revision), str)
+    return isinstance(try_to_load_from_cache(asked.repository, asked.below + name, revision=asked.revision), str)
 
 
-def _download(text: str, asked: HubId, patterns: tuple[str, ...], *, is_dcp: bool) -> Path:
+def _download(text: str, asked: HubId, patterns: tuple[str, ...], *, is_dcp: bool, has_assets: bool) -> Path:
     with library(text):
         from huggingface_hub import snapshot_download
 
     quiet_off_terminals()
     allowed, ignored = [asked.below + pattern for pattern in patterns], [asked.below + pattern for pattern in _BELOW]
-    if is_dcp:  # a whole one comes with its assets; what lies in other folders of such a repository is small
+    if is_dcp or has_assets:  # of a conversion's output or a run; what other folders there hold is small
         allowed += [f"{asked.below}{ASSETS}/*", *(asked.below + p for p in DCP if WEIGHTS[0] in patterns)]
         ignored = []
     with explained(asked, text):

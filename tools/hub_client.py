@@ -191,7 +191,7 @@ def _unreachable(asked: HubId, text: str) -> UnreachableError:
 def _http_failure(at: str, error: Exception) -> SourceError:
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status in (401, 403):
-        return SourceError(f"the hub does not let you do this with {at} (status {status}); log in with `hf auth login`")
+        return SourceError(f"the hub does not let you read {at} (status {status}); log in with `hf auth login`")
     if status == 429:
         return TransferError(
             f"the hub answers {at} with too many requests (status 429); wait some minutes, then try again "

@@ -11,16 +11,19 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 from qwen3conv import __version__
 from qwen3conv.converters.errors import DestinationError, SourceError, TransferError, enumerate_problems
+from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.remote import RemoteFile, mounted
 from qwen3conv.converters.stores.safetensors import INDEX
 
@@ -79,6 +82,9 @@ class HubFiles:
         self._asked, self._commit, self._folder = asked, commit, folder
         self._fetched, self._announce = fetched, announce
         self._blocks = Blocks(asked, commit)
+        self.advance: Callable[[int], None] = lambda count: None
+        """Called with the bytes that came, often."""
+        self._given_up = threading.Event()
         self._cached: set[str] = set()
         self._here: set[str] = set()
         self._locks = {name: threading.Lock() for name in files}
@@ -99,7 +105,8 @@ class HubFiles:
         with self._locks[name]:
             if name in self._cached or name in self._here:
                 return
-            self._announce(f"fetching {name} ({self.files[name].size:,} bytes)")
+            if not sys.stderr.isatty():  # there the bar moves
+                self._announce(f"fetching {name} ({self.files[name].size:,} bytes)")
             path = self._download(name)
             if (found := file_id(path, self.files[name])) != self.files[name].id:
                 os.unlink(os.path.realpath(path))
@@ -129,10 +136,22 @@ class HubFiles:
 
     def disk_bytes(self, workers: int) -> int:
         """Bytes of the largest files that are still to come, one for each worker."""
-        if self._fetched is None:
-            return 0
-        sizes = (file.size for name, file in self.files.items() if name not in self._cached | self._here)
-        return sum(sorted(sizes, reverse=True)[:workers])
+        return sum(sorted(self._missing(), reverse=True)[:workers]) if self._fetched is not None else 0
+
+    def bytes_to_fetch(self, wanted: Iterable[str]) -> int:
+        """Bytes of those of the files that are still to come."""
+        return sum(self._missing(set(wanted)))
+
+    def give_up(self) -> None:
+        """Let downloads under way end with the next bytes that come."""
+        self._given_up.set()
+
+    def _missing(self, wanted: Container[str] | None = None) -> list[int]:
+        return [
+            file.size
+            for name, file in self.files.items()
+            if name not in self._cached and name not in self._here and (wanted is None or name in wanted)
+        ]
 
     def write_headers(self, names: list[str]) -> None:
         """Have the headers of these safetensors files in the folder, and nothing behind them."""
@@ -157,13 +176,36 @@ class HubFiles:
                     local_dir=self._fetched,
                     library_name=LIBRARY,
                     library_version=__version__,
+                    tqdm_class=cast(Any, partial(_Meter, self._came)),
                 )
             )
+
+    def _came(self, count: int) -> None:
+        if self._given_up.is_set():
+            raise TransferError(f"{self._asked}: stopped while it was being fetched")
+        self.advance(count)
 
     def _link(self, name: str, target: Path) -> None:
         path = self._folder / name
         path.unlink(missing_ok=True)
         path.symlink_to(os.path.abspath(target))
+
+
+class _Meter:
+    """What huggingface_hub takes for a progress bar, and tells how many bytes came."""
+
+    def __init__(self, came: Callable[[int], None], *arguments: object, **named: object) -> None:
+        self._came = came
+
+    def __enter__(self) -> _Meter:
+        return self
+
+    def __exit__(self, *arguments: object) -> None:
+        pass
+
+    def update(self, count: float | None = 1) -> None:
+        """``count`` more bytes have come."""
+        self._came(int(count or 0))
 
 
 def file_id(path: Path, like: RemoteFile | HubFile) -> str:
@@ -250,8 +292,9 @@ def _ask(text: str, announce: Announce) -> tuple[HubId, Listing | None, Source]:
         )
     if DCP[0] not in names:
         refuse_without_weights(asked, any(name.endswith(".safetensors") for name in names))
-        refuse_without_config(asked, "config.json" in names)
-    return asked, listing, download(text, asked, SIDECARS, announce=lambda message: None)
+        has_assets = f"{asked.below}{ASSETS}/config.json" in listing.files
+        refuse_without_config(asked, has_assets or "config.json" in names)
+    return asked, listing, download(text, asked, SIDECARS, announce=announce, listing=listing)
 
 
 def _names(asked: HubId, listing: Listing) -> dict[str, HubFile]:

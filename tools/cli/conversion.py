@@ -104,8 +104,10 @@ def _convert(
 ) -> None:
     from qwen3conv import __version__
     from qwen3conv.converters.conversion import carry_out, prepare
+    from qwen3conv.converters.remote import remote_of
     from qwen3conv.converters.stores.staging import whole
     from qwen3conv.tools.hub import resolve_adapter, resolve_like
+    from qwen3conv.tools.hub_remote import HubFiles
 
     origin: dict[str, object] = {**found.origin}
     like = None
@@ -124,7 +126,12 @@ def _convert(
         _show_plan(conversion, options)
         return
     begun = time.monotonic()
-    with progress("converting", conversion.read_bytes) as advance:
+    remote = remote_of(found.path)
+    fetches = remote if isinstance(remote, HubFiles) else None
+    coming = fetches.bytes_to_fetch(_read_bytes_by_file(conversion)) if fetches is not None else 0
+    with progress("converting", conversion.read_bytes + coming) as advance:
+        if fetches is not None:
+            fetches.advance = advance
         manifest = carry_out(
             conversion,
             workers=options.workers,
