@@ -17,11 +17,11 @@ from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import SourceError
 from qwen3conv.converters.execution import Advance
-from qwen3conv.converters.manifest import MANIFEST, Manifest
+from qwen3conv.converters.manifest import MANIFEST, Manifest, fingerprint_of
 from qwen3conv.converters.policies import DEFAULTS, Settled, settle
 from qwen3conv.converters.stores.safetensors import INDEX
 from qwen3conv.converters.stores.sidecars import list_sidecars
-from qwen3conv.converters.verification import compute_records
+from qwen3conv.converters.verification import check, compute_records, verify
 
 from .hub_card import joined_card, new_card, public_source
 from .hub_client import Announce
@@ -46,6 +46,8 @@ def hugging_face_folder(
             raise SourceError(f"{folder} has no config.json, without which nobody can load it")
         yield settle(checkpoint, DEFAULTS)
         return
+    if checkpoint.manifest is not None and checkpoint.manifest.fingerprint is not None:
+        check(verify(settle(checkpoint, DEFAULTS)), folder)
     made = folder.with_name(f"{folder.name}.push")
     announce(f"{folder}: {checkpoint.format}, converting it to Hugging Face in {made}")
     from qwen3conv import __version__
@@ -74,14 +76,15 @@ def push_model(
     """Send a whole Hugging Face checkpoint, with a card if it has none; the commit and the fingerprint.
 
     Raises:
+        VerifyError: it is not what its manifest says.
         ConversionError: of the kind that says what to do; a commit is made last, or not at all.
     """
     checkpoint = settled.checkpoint
     manifest = checkpoint.manifest
-    fingerprint = manifest.fingerprint if manifest is not None else None
-    if fingerprint is None:
-        from qwen3conv.converters.manifest import fingerprint_of
-
+    if manifest is not None and manifest.fingerprint is not None:
+        check(verify(settled), checkpoint.path)
+        fingerprint: str | None = manifest.fingerprint
+    else:
         fingerprint = fingerprint_of(compute_records(settled))
     files, left = files_of(checkpoint)
     if left:

@@ -51,6 +51,7 @@ from .hub_client import (
     quiet_off_terminals,
 )
 from .hub_id import HubId, parse_hub_id
+from .hub_meter import meter_class
 from .hub_ranges import Blocks, read_header, read_range
 
 MARK = "qwen3conv.download"
@@ -176,7 +177,7 @@ class HubFiles:
                     local_dir=self._fetched,
                     library_name=LIBRARY,
                     library_version=__version__,
-                    tqdm_class=cast(Any, partial(_Meter, self._came)),
+                    tqdm_class=cast(Any, meter_class(self._came)),
                 )
             )
 
@@ -189,23 +190,6 @@ class HubFiles:
         path = self._folder / name
         path.unlink(missing_ok=True)
         path.symlink_to(os.path.abspath(target))
-
-
-class _Meter:
-    """What huggingface_hub takes for a progress bar, and tells how many bytes came."""
-
-    def __init__(self, came: Callable[[int], None], *arguments: object, **named: object) -> None:
-        self._came = came
-
-    def __enter__(self) -> _Meter:
-        return self
-
-    def __exit__(self, *arguments: object) -> None:
-        pass
-
-    def update(self, count: float | None = 1) -> None:
-        """``count`` more bytes have come."""
-        self._came(int(count or 0))
 
 
 def file_id(path: Path, like: RemoteFile | HubFile) -> str:

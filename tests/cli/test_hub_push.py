@@ -69,6 +69,9 @@ def test_a_dcp_is_converted_on_the_way_and_gets_a_card(me: HubClient) -> None:
     assert not me.hub.repositories["me/tuned"].private
     assert not (me.folder / "dcp.push").exists()
     assert str(me.folder) not in json.dumps({k: v.decode("latin1") for k, v in me.hub.files("me/tuned").items()})
+    flip_byte(next((me.folder / "dcp").glob("*.distcp")), 2000)
+    assert me.run("push", "dcp", "me/broken", code=1).stderr
+    assert "me/broken" not in me.hub.repositories
     me.run("pull", "me/tuned", "back")
     me.run("verify", "back")
     assert me.run("diff", "back", source).returncode == 0

@@ -10,10 +10,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qwen3conv.tools.generate import generate
+from qwen3conv.tools.hub_meter import Meter, meter_class
 from tests.cli.conftest import HubClient, write_model, write_sharded
 from tests.hub_server import Blob, Fault
 
@@ -172,3 +174,32 @@ def test_a_folder_in_the_way_of_downloads_is_not_touched(client: HubClient, repo
     said = client.run("hf-to-dcp", "Qwen/Tiny", "dcp", code=1).stderr
     assert "which is something else; move it away" in said
     assert (theirs / "mine.txt").read_text() == "mine"
+
+
+def test_bytes_that_come_are_counted_once_with_and_without_xet() -> None:
+    for tell in (_told_plainly, _told_by_xet):
+        counts: list[int] = []
+        tell(meter_class(counts.append))
+        assert sum(counts) == 30
+
+
+def _told_plainly(bar: type[Meter]) -> None:
+    with bar(total=30) as shown:
+        for _ in range(3):
+            shown.update(10)
+
+
+def _told_by_xet(bar: type[Meter]) -> None:
+    from huggingface_hub.utils._xet_progress_reporting import XetDownloadProgressReporter
+
+    with XetDownloadProgressReporter(reconstruction_desc="x", total=30, log_level=20, tqdm_class=bar) as reporter:
+        for done in (10, 20, 30):
+            reporter.update_progress(
+                SimpleNamespace(
+                    total_bytes_completed=done,
+                    total_transfer_bytes_completed=done // 2,
+                    total_bytes_completion_rate=1.0,
+                    total_transfer_bytes_completion_rate=1.0,
+                    total_bytes=30,
+                )
+            )
