@@ -30,6 +30,17 @@ def public_source(source: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def public_record(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a run, with the last part of absolute paths alone."""
+
+    def public(value: object) -> object:
+        if isinstance(value, str) and value.startswith("/"):
+            return Path(value).name
+        return {key: public(below) for key, below in value.items()} if isinstance(value, Mapping) else value
+
+    return {key: public(value) for key, value in record.items()}
+
+
 def new_card(
     repository: str, manifest: Manifest | None, fingerprint: str | None, record: Mapping[str, Any] | None
 ) -> str:

@@ -22,7 +22,7 @@ from qwen3conv.converters.manifest import ASSETS, MANIFEST, read_manifest
 from qwen3conv.converters.stores.dcp import read_dcp
 from qwen3conv.training.launch import Run, read_record
 
-from .hub_card import public_source, state_card
+from .hub_card import public_record, public_source, state_card
 from .hub_client import Announce, Listing, client, patiently
 from .hub_id import HubId
 from .hub_pull import pull
@@ -77,25 +77,25 @@ def push_state(
     return {"repository": asked.repository, "tag": tag, "step": step, **told, "dropped": dropped}
 
 
-def pull_state(asked: HubId, run: Run, *, announce: Announce) -> int:
-    """Make ``run``'s folder go on from a state on the hub; its step. What an earlier try fetched is kept.
+def pull_state(asked: HubId, folder: Path, *, announce: Announce) -> int:
+    """Make ``folder`` a run that goes on from a state on the hub; its step. What an earlier try fetched is kept.
 
     Raises:
         SourceError: no state lies there.
         DestinationError: the folder is another run.
     """
-    if run.folder.exists() and any(run.folder.iterdir()):
-        return _resumed(asked, run)
+    if folder.exists() and any(folder.iterdir()):
+        return _resumed(asked, folder)
     found: list[int] = []
 
-    def arrange(folder: Path, listing: Listing) -> None:
-        _check_state(folder)
-        step = int(_read_state(folder)["step"])
+    def arrange(fetched: Path, listing: Listing) -> None:
+        _check_state(fetched)
+        step = int(_read_state(fetched)["step"])
         told = {"hub": asked.repository, "revision": asked.revision, "commit": listing.commit, "step": step}
-        _arrange_as_run(folder, step, told)
+        _arrange_as_run(fetched, step, told)
         found.append(step)
 
-    pull(asked, run.folder, announce=announce, arrange=arrange)
+    pull(asked, folder, announce=announce, arrange=arrange)
     return found[0]
 
 
@@ -112,21 +112,21 @@ def _arrange_as_run(folder: Path, step: int, told: Mapping[str, object]) -> None
     (folder / RESUMED).write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def _resumed(asked: HubId, run: Run) -> int:
+def _resumed(asked: HubId, folder: Path) -> int:
     """The step of a run that was begun from the same place before."""
     try:
-        told = json.loads((run.folder / RESUMED).read_text(encoding="utf-8"))
+        told = json.loads((folder / RESUMED).read_text(encoding="utf-8"))
         same = (told["hub"], told["revision"]) == (asked.repository, asked.revision)
         step = int(told["step"])
     except (OSError, ValueError, KeyError, TypeError):
         same, step = False, 0
     if not same:
-        raise DestinationError(f"{run.folder} exists and is no run that began from {asked}; name another --output")
+        raise DestinationError(f"{folder} exists and is no run that began from {asked}; name another --output")
     return step
 
 
 def _find_step(folder: Path, step: int | None) -> tuple[int, Path, Run]:
-    run = Run(folder, Path())
+    run = Run(folder, "")
     if not folder.is_dir():
         raise SourceError(f"{folder} is no folder; name a run of train")
     steps = dict(run.checkpoints())
@@ -172,7 +172,7 @@ def _state_files(place: Path, run: Run, step: int) -> tuple[Files, dict[str, Any
     }
     if record is not None:
         state |= {key: record[key] for key in ("degrees", "versions") if key in record}
-        files["run.json"] = run.record.read_bytes()
+        files["run.json"] = (json.dumps(public_record(record), indent=1) + "\n").encode()
     files[STATE] = (json.dumps(state, indent=1) + "\n").encode()
     return files, state
 

@@ -27,6 +27,11 @@ def draw_losses(records: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         steps = [int(step) for step in record["steps"]]
         for axes, key in ((above, "loss"), (below, "grad_norm")):
             axes.plot(steps, [found[key] for found in record["steps"].values()], marker=".", label=name)
+        validated = {
+            int(s): found["validation_loss"] for s, found in record["steps"].items() if "validation_loss" in found
+        }
+        if validated:
+            above.plot([*validated], [*validated.values()], marker="o", linestyle="--", label=f"{name}, validation")
     above.set_ylabel("loss, nats per token")
     below.set_ylabel("gradient norm")
     below.set_xlabel("step")

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 
 from qwen3conv.converters.errors import ConversionError
 
 from .devices import prepare_torchtitan
+from .launch import ERRORS
 
 
 def main(arguments: list[str]) -> None:
@@ -21,6 +24,7 @@ def main(arguments: list[str]) -> None:
     try:
         prepare_torchtitan(device)
     except ConversionError as error:
+        _report(str(error))
         sys.exit(f"Error: {error}")
     from .titan import train
 
@@ -28,7 +32,15 @@ def main(arguments: list[str]) -> None:
     try:
         train()
     except ConversionError as error:  # the user's data or degrees: their lines, not where they were noticed
+        _report(str(error))
         sys.exit(f"Error: {error}")
+
+
+def _report(message: str) -> None:
+    """Leave the reason for the command that launched this rank, which torchrun tells only an exit code."""
+    if place := os.environ.get(ERRORS):
+        with contextlib.suppress(OSError), open(place, "x", encoding="utf-8") as file:
+            file.write(message)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ own), ``run.json``, and at the end ``export``, a Hugging Face folder.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -19,10 +20,13 @@ from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_prob
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.placement import Mesh, check_mesh
 
+from .layouts import check_size, recipe_name
+
 LOSS_CHUNKS = 8
 """torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
 
-DATA_SUFFIXES = (".jsonl", ".parquet")
+ERRORS = "QWEN3CONV_ERRORS"
+"""Environment variable with a file that the first rank to fail writes a reason to, for the command that launched it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,11 @@ class Run:
     """A run as its user asks for it."""
 
     folder: Path
-    data: Path
+    data: str
+    """Rows: a .jsonl or .parquet file, a folder, or a data set of the hub, ``org/name[:split]``."""
     recipe: str = "pretrain"
+    model: str | None = None
+    """Size of the recipe, which the source must have; only of ``pretrain`` and ``sft``."""
     backend: str = "native"
     steps: int | None = None
     seq_len: int | None = None
@@ -56,8 +63,18 @@ class Run:
     on_bad_row: str | None = None
     packing: bool = True
     lora: Lora | None = None
+    validation: str | None = None
+    """Rows whose loss is computed every ``validate_every`` steps, and that are not trained on."""
+    validate_every: int | None = None
+    export_every: int | None = None
+    """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
     extra: tuple[str, ...] = ()
     """Flags of torchtitan's own, behind all others."""
+
+    @property
+    def config(self) -> str:
+        """The recipe as ``--config`` names it."""
+        return self.recipe if self.model is None else recipe_name(self.model, sft=self.is_sft)
 
     @property
     def is_sft(self) -> bool:
@@ -106,9 +123,10 @@ class Run:
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         words += ["--nproc_per_node", str(self.mesh.ranks), "-m", "qwen3conv.training"]
         words += ["--device", self.device] if self.device is not None else []
-        words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.recipe]
+        words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
+        words += ["--validator.enable"] if self.validation is not None else []
         words += ["--balance_experts"] if self.balance_experts else []
         if self.lora is not None:
             words += ["--checkpoint.initial_load_in_hf", "--lora_rank", str(self.lora.rank)]
@@ -124,16 +142,18 @@ class Run:
             "training.local_batch_size": self.local_batch_size,
             "training.seq_len": self.seq_len,
             "training.global_batch_size": self.batch_size,
-            "checkpoint.interval": self.save_every,
+            "checkpoint.interval": self.save_every or self.export_every,
             "learning_rate": self.learning_rate,
             "dataloader.on_bad_row": self.on_bad_row,
             "dataloader.on_long_row": self.on_bad_row,
+            "validator.dataloader.source": None if self.validation is None else place_of(self.validation),
+            "validator.freq": self.validate_every,
         }
         return {
             "hf_assets_path": self.assets.absolute(),
             "dump_folder": self.folder.absolute(),
             "checkpoint.initial_load_path": self.source.absolute(),
-            f"dataloader.{'source' if self.is_sft else 'dataset_path'}": self.data.absolute(),
+            f"dataloader.{'source' if self.is_sft else 'dataset_path'}": place_of(self.data),
             "parallelism.data_parallel_shard_degree": self.mesh.fsdp,
             "parallelism.tensor_parallel_degree": self.mesh.tp,
             "parallelism.expert_parallel_degree": self.mesh.ep,
@@ -189,6 +209,16 @@ def has_chat_template(folder: Path) -> bool:
     return config.is_file() and "chat_template" in read_json_object(config)[0]
 
 
+def is_file_of_rows(data: str) -> bool:
+    """Whether ``data`` names a file, rather than a data set of the hub or a folder."""
+    return data.endswith((".jsonl", ".parquet"))
+
+
+def place_of(data: str) -> str:
+    """``data`` for a process that may work elsewhere: an absolute path, or the name of a data set."""
+    return str(Path(data).absolute()) if is_file_of_rows(data) or Path(data).is_dir() else data
+
+
 def check_run(run: Run, config: Qwen3Config) -> None:
     """Refuse what would fail at the first step, or train something else than was meant.
 
@@ -196,17 +226,24 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         PolicyError: everything that does not fit, at once.
         SourceError: the data are not there.
     """
-    if not run.data.is_file() or run.data.suffix not in DATA_SUFFIXES:
-        raise SourceError(
-            f"{run.data} is not a file of text rows; expected one that ends in {', '.join(DATA_SUFFIXES)}"
-        )
-    check_mesh(run.mesh, config.geometry)
+    for data in filter(None, (run.data, run.validation)):
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", data) is not None and not data.startswith(".")
+        if not (Path(data).is_file() if is_file_of_rows(data) else is_name or Path(data).is_dir()):
+            raise SourceError(
+                f"{data} is not a file of rows (.jsonl, .parquet), a folder of a data set, or org/name[:split], "
+                "the name of one on the hub"
+            )
     mesh, geometry = run.mesh, config.geometry
+    if run.model is not None:
+        check_size(run.model, geometry, "the source")
+    check_mesh(mesh, geometry)
     problems = []
     if mesh.pp > 1:
         problems.append("pp: torchtitan 0.3's pipelines need a newer torch than 2.13")
     if geometry.num_key_value_heads % mesh.tp:
         problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
+    if run.model is not None and run.recipe not in ("pretrain", "sft"):
+        problems.append(f"--model is for --recipe pretrain and sft, not {run.recipe}")
     if run.seq_len is not None:
         if run.seq_len > config.max_position_embeddings:
             problems.append(f"sequences of {run.seq_len} are longer than the model's {config.max_position_embeddings}")
@@ -234,6 +271,10 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
     if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
         problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
+    if run.validate_every is not None and run.validation is None:
+        problems.append("--validate-every is for rows to validate with; give --validation")
+    if run.export_every is not None and run.export_every % (run.save_every or run.export_every):
+        problems.append(f"--export-every {run.export_every} is no multiple of --save-every {run.save_every}")
     if run.lora is not None and run.backend != "native":
         problems.append("--lora-rank is for --backend native, whose component it is")
     if run.backend == "transformers" and "auto_map" in config.raw:

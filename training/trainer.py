@@ -6,6 +6,8 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 
-from .data import ChatDataLoader
+from .data.loader import ChatDataLoader
+from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
+from .progress import Progress
 from .run_record import RunRecord
 from .titan import (
     ChunkedLossWrapper,
@@ -37,6 +41,7 @@ from .titan import (
     titan_utils,
 )
 
+_RATE, _ADAPTER_RATE = 1e-5, 1e-4
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
 
@@ -48,8 +53,12 @@ class QwenTrainer(Trainer):
     class Config(Trainer.Config):
         """torchtitan's fields and a few more."""
 
-        learning_rate: float = 1e-5
-        """AdamW's peak rate. torchtitan keeps it in parameter groups, which its command line does not reach."""
+        learning_rate: float | None = None
+        """AdamW's peak rate; None is 1e-5, of adapters 1e-4. torchtitan keeps it in parameter groups, which its command
+        line does not reach. 1e-4 of adapters: LLaMA-Factory, commit 77e7f47, examples/train_lora/qwen3_lora_sft.yaml.
+        """
+        model_size: str = ""
+        """Size that the source must have, such as 8B; without one any."""
         balance_experts: bool = False
         """Train MoE's routing bias, for which an exported Hugging Face model has no place."""
         lora_rank: int = 0
@@ -62,8 +71,13 @@ class QwenTrainer(Trainer):
         """Where the run is recorded, in ``dump_folder``."""
 
     def __init__(self, config: Config) -> None:
-        source = read_config(Path(config.hf_assets_path) / "config.json")
+        place = Path(config.hf_assets_path) / "config.json"
+        source = read_config(place)
+        if config.model_size:
+            check_size(config.model_size, source.geometry, str(place))
         self._fit(config, source)
+        self._shapes: list[tuple[int, ...]] = []
+        self._run_record: RunRecord | None = None
         super().__init__(config)
         self._record(config)
 
@@ -74,9 +88,13 @@ class QwenTrainer(Trainer):
         config.model_spec = cls._spec(config, source, device)
         loss = CrossEntropyLoss.Config(global_vocab_size=source.geometry.vocab_size)
         config.loss = ChunkedLossWrapper.Config(loss_fn=loss)
+        if config.learning_rate is None:
+            config.learning_rate = _ADAPTER_RATE if config.lora_rank else _RATE
         config.optimizer = default_adamw(lr=config.learning_rate)
-        if isinstance(config.dataloader, ChatDataLoader.Config) and not config.dataloader.tokenizer_path:
-            config.dataloader.tokenizer_path = config.hf_assets_path
+        for loader in (config.dataloader, config.validator.dataloader):
+            if isinstance(loader, ChatDataLoader.Config):
+                loader.tokenizer_path = loader.tokenizer_path or config.hf_assets_path
+                loader.cache = loader.cache or str(Path(config.dump_folder) / "encoded")
         if device == "cpu":
             config.training.mixed_precision_param = "float32"  # bfloat16 takes 15 times as long there
             config.training.disable_cuda_graphs = True
@@ -96,16 +114,30 @@ class QwenTrainer(Trainer):
         model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
         return replace(spec, model=model)
 
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """What the Trainer does. A batch of a new shape is warned of: compilers begin again for each."""
+        shape = tuple(input_dict["input"].shape)
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+            if len(self._shapes) > 1:
+                message = f"step {self.step}: a batch of a new shape {shape}, after {self._shapes[0]}"
+                warnings.warn(message, stacklevel=2)
+            if self._run_record is not None:
+                self._run_record.add(shapes=self._shapes)
+        found: tuple[torch.Tensor, torch.Tensor, dict[str, Any]] = super().post_dataloading_process(input_dict, labels)
+        return found
+
     def _record(self, config: Config) -> None:
         dims = self.parallel_dims
         degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
         batch = config.training.local_batch_size * self.gradient_accumulation_steps * dims.dp_shard * dims.dp_replicate
-        facts = {
+        facts: dict[str, Any] = {
             "device": titan_utils.device_type,
             "ranks": dist.get_world_size(),
             "degrees": degrees,
             "tokens_per_step": batch * config.training.seq_len,
-            "shape": [config.training.local_batch_size, config.training.seq_len],
             "learning_rate": config.learning_rate,
             "lora": {
                 "rank": config.lora_rank,
@@ -119,13 +151,24 @@ class QwenTrainer(Trainer):
         if dist.get_rank():
             return
         record = RunRecord.start(Path(config.dump_folder) / config.record, facts)
-        log = self.metrics_processor.log
+        log, monitor = self.metrics_processor.log, self.metrics_processor.device_memory_monitor
+        progress = Progress(steps=config.training.steps, tokens_per_step=facts["tokens_per_step"])
 
         def log_and_record(step: int, loss: float, largest: float, norm: float, *args: Any, **more: Any) -> None:
-            record.step(step, loss=loss, grad_norm=norm)
+            seconds, memory = progress.took(step), round(monitor.get_peak_stats().max_reserved_gib * 2**30)
+            record.step(step, loss=loss, grad_norm=norm, seconds=round(seconds, 3), memory_bytes=memory)
             log(step, loss, largest, norm, *args, **more)
+            sys.stderr.write(progress.line(step, loss, memory) + "\n")
 
         self.metrics_processor.log = log_and_record
+        log_validation = self.metrics_processor.log_validation
+
+        def log_and_record_validation(loss: float, step: int, *args: Any, **more: Any) -> None:
+            record.add_to_step(step, validation_loss=loss)
+            log_validation(loss, step, *args, **more)
+
+        self.metrics_processor.log_validation = log_and_record_validation
+        self._run_record = record
 
 
 def _lora_facts(config: QwenTrainer.Config) -> dict[str, Any] | None:

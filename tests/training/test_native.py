@@ -16,6 +16,8 @@ from tests.conversions import differing, fingerprint
 from tests.models import even_texts, once, read_tensors, saved_model
 
 STEPS = 4
+OVERFITTED = 0.3
+"""Loss, in nats per token, that 50 steps on 8 texts must reach. Begins at 6."""
 WHOLE = ("--lr_scheduler.total_steps", str(STEPS))
 """The same schedule for a run that stops early."""
 
@@ -75,15 +77,21 @@ def trained(dense: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -
     return once(tmp_path_factory, "native-trained", build)
 
 
-def test_the_loss_falls_and_every_step_is_recorded(trained: Path) -> None:
+def test_the_loss_falls_and_every_step_is_recorded(trained: Path, dense: Path) -> None:
     losses = [loss for loss, _ in steps_of(trained / "whole").values()]
     assert list(steps_of(trained / "whole")) == [str(step) for step in range(1, STEPS + 1)]
     assert losses[-1] < losses[0]
     record = json.loads((trained / "whole" / "run.json").read_text())
     assert (record["device"], record["ranks"], record["tokens_per_step"]) == ("cpu", 1, 128)
     assert record["versions"]["torchtitan"] == "0.3.0"
-    keys = ["versions", "device", "ranks", "degrees", "tokens_per_step", "shape", "learning_rate", "rows_left_out"]
-    assert list(record) == [*keys, "steps"]
+    keys = ["data", "versions", "device", "ranks", "degrees", "tokens_per_step", "learning_rate", "lora"]
+    assert list(record) == [*keys, "rows_left_out", "shapes", "seconds", "source", "export", "steps"]
+    assert record["shapes"] == [[2, 64]]
+    assert record["source"]["fingerprint"] == fingerprint(dense)
+    assert record["export"]["fingerprint"] == fingerprint(trained / "whole" / "export")
+    manifest = json.loads((trained / "whole" / "export" / "qwen3conv.json").read_text())
+    assert manifest["source"]["trained_from"] == fingerprint(dense)
+    assert manifest["source"]["training"]["tokens_per_step"] == 128
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(trained: Path) -> None:
@@ -214,17 +222,18 @@ def test_a_run_goes_on_on_another_mesh(trained: Path, dense: Path, data: Path, t
 
 
 @pytest.mark.slow
-def test_eight_texts_are_learned_by_heart_and_come_back_from_the_export(
-    dense: Path, texts: list[str], tmp_path: Path
+@pytest.mark.parametrize("backend", ["native", "transformers", "nki-moe"])
+def test_eight_texts_are_learned_by_heart_in_50_steps_and_come_back_from_the_export(
+    backend: str, dense: Path, moe: Path, texts: list[str], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     data = write_texts(tmp_path / "text.jsonl", texts[:8])
-    base = ["train", "--from", dense, "--data", data, "--output", tmp_path / "run", "--recipe", "tiny"]
-    run(
-        *base, "--device", "cpu", "--steps", 150, "--local-batch-size", 8, "--learning-rate", 3e-3, "--dtype", "float32"
-    )
-    assert steps_of(tmp_path / "run")["150"][0] < 0.5
+    source = moe if backend == "nki-moe" else dense
+    base = ["train", "--from", source, "--data", data, "--output", tmp_path / "run", "--recipe", "tiny"]
+    base += ["--backend", backend, "--device", "cpu", "--steps", 50, "--local-batch-size", 8]
+    run(*base, "--learning-rate", 1e-2, "--dtype", "float32")
+    assert steps_of(tmp_path / "run")["50"][0] < OVERFITTED
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "export")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "export")
     tokens = tokenizer(texts[0], return_tensors="pt").input_ids
@@ -260,8 +269,11 @@ def test_a_run_that_cannot_be_is_refused_before_it_begins(
 def test_other_data_other_folders_and_other_runs_are_refused(
     dense: Path, moe: Path, data: Path, trained: Path, tmp_path: Path
 ) -> None:
-    assert "is not a file of" in train(dense, tmp_path / "absent.jsonl", tmp_path / "run", code=1).stderr
-    assert "is not a file of" in train(dense, dense / "config.json.txt", tmp_path / "run", code=1).stderr
+    for absent in (tmp_path / "absent.jsonl", dense / "config.json.txt", tmp_path / "absent.parquet"):
+        assert "is not a file of rows" in train(dense, absent, tmp_path / "run", code=1).stderr
+    said = train(dense, data, tmp_path / "run", "--validate-every", 2, code=1).stderr
+    assert "--validate-every is for rows to validate with" in said
+    assert "is not a file of rows" in train(dense, data, tmp_path / "run", "--validation", "x.jsonl", code=1).stderr
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("all of it")
     assert "is no run" in train(dense, data, tmp_path / "mine", code=1).stderr
@@ -274,10 +286,49 @@ def test_other_data_other_folders_and_other_runs_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_exports_on_the_way_are_those_of_their_steps(dense: Path, data: Path, tmp_path: Path) -> None:
+    refused = train(dense, data, tmp_path / "run", "--export-every", 3, "--save-every", 2, code=1)
+    assert "--export-every 3 is no multiple of --save-every 2" in refused.stderr
+    said = train(dense, data, tmp_path / "run", "--export-every", 2).stderr
+    assert "exported step 2" in said
+    exports = tmp_path / "run" / "exports"
+    assert {path.name for path in exports.iterdir()} == {"step-2", "step-4"}
+    assert fingerprint(exports / "step-4") == fingerprint(tmp_path / "run" / "export")
+    step = tmp_path / "run" / "checkpoint" / "step-2"
+    run("convert", step, tmp_path / "again", "--to", "hf", "--like", dense, "--dtype", "bfloat16")
+    assert fingerprint(exports / "step-2") == fingerprint(tmp_path / "again")
+
+
+def test_a_validation_loss_is_recorded_and_training_does_not_feel_it(
+    trained: Path, dense: Path, data: Path, texts: list[str], tmp_path: Path
+) -> None:
+    held_out = write_texts(tmp_path / "held-out.jsonl", texts[-8:])
+    train(dense, data, tmp_path / "run", "--validation", held_out, "--validate-every", 2, "--no-export")
+    assert steps_of(tmp_path / "run") == steps_of(trained / "whole")
+    steps = json.loads((tmp_path / "run" / "run.json").read_text())["steps"]
+    found = {step: values["validation_loss"] for step, values in steps.items() if "validation_loss" in values}
+    assert list(found) == ["1", "2", "4"]  # torchtitan begins with the first step
+    assert found["4"] < found["1"]
+    assert found["1"] == pytest.approx(steps["1"]["loss"], abs=0.5)
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 10_000
+
+
+def test_a_run_does_not_go_on_with_other_rows(trained: Path, dense: Path, texts: list[str], tmp_path: Path) -> None:
+    shutil.copytree(trained / "stopped", tmp_path / "run")
+    other = write_texts(tmp_path / "other.jsonl", texts[:-1])
+    assert "is not what" in train(dense, other, tmp_path / "run", code=1).stderr
+    train(dense, other, tmp_path / "run", "--no-export", "--checkpoint.exclude_from_loading", "dataloader")
+
+
 def test_rows_without_text_end_the_run_with_a_word(dense: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
     ended = train(dense, tmp_path / "rows.jsonl", tmp_path / "run", code=1)
     assert "training ended with code" in ended.stderr
+    bad = write_texts(tmp_path / "bad.jsonl", [""])
+    chats = ["train", "--from", dense, "--data", bad, "--output", tmp_path / "chats", "--recipe", "tiny_sft"]
+    ended = run(*chats, "--device", "cpu", code=1)
+    assert "training ended with code 1: " in ended.stderr
+    assert f"{bad}:1: text is empty" in ended.stderr
 
 
 def test_the_command_is_printed_and_nothing_is_done(dense: Path, data: Path, tmp_path: Path) -> None:

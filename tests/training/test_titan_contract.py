@@ -17,6 +17,7 @@ NAMES = {
     "torchtitan.components.loss": ["ChunkedLossWrapper", "CrossEntropyLoss", "IGNORE_INDEX"],
     "torchtitan.components.metrics": ["MetricsProcessor"],
     "torchtitan.components.optimizer": ["LRSchedulersContainer", "default_adamw", "register_moe_load_balancing_hook"],
+    "torchtitan.components.validate": ["Validator"],
     "torchtitan.config": ["TORCH_DTYPE_MAP"],
     "torchtitan.config.configs": ["DebugConfig", "ParallelismConfig", "TrainingConfig"],
     "torchtitan.config.override": ["derive"],
@@ -60,6 +61,7 @@ FIELDS = {
         *("warmup_steps", "total_steps", "decay_type", "min_lr_factor"),
     ],
     "torchtitan.hf_datasets.text_datasets:HuggingFaceTextDataLoader.Config": ["dataset", "dataset_path"],
+    "torchtitan.components.validate:Validator.Config": ["enable", "freq", "steps", "dataloader"],
     "torchtitan.protocols.model_spec:ModelSpec": [
         *(
             "name",
@@ -82,6 +84,8 @@ PARAMETERS = {
         "config"
     ],
     "torchtitan.models.common.moe:GroupedExperts.forward": ["x_RD", "num_tokens_per_expert_E"],
+    "torchtitan.trainer:Trainer.post_dataloading_process": ["input_dict", "labels"],
+    "torchtitan.components.metrics:MetricsProcessor.log_validation": ["loss", "step"],
     "torchtitan.components.metrics:MetricsProcessor.log": ["step", "global_avg_loss", "global_max_loss", "grad_norm"],
 }
 

@@ -12,6 +12,7 @@ from .command import DIFFERENT, Command
 from .options import json_option
 from .output import print_json, print_table, say
 
+_NO_SETTINGS = ("steps", "seconds", "export")
 _SHOWN = 5
 """Steps in the table around the first that differs."""
 
@@ -44,7 +45,7 @@ def runs(ctx: click.Context, a: Path, b: Path, tolerance: float, picture: Path |
     if len(records) == 1:
         raise click.UsageError("A and B are the same record")
     one, other = records.values()
-    settings = {key: (one.get(key), other.get(key)) for key in {**one, **other} if key != "steps"}
+    settings = {key: (one.get(key), other.get(key)) for key in {**one, **other} if key not in _NO_SETTINGS}
     changed = {key: pair for key, pair in settings.items() if pair[0] != pair[1]}
     common = [step for step in one["steps"] if step in other["steps"]]
     if not common:

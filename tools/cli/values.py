@@ -94,6 +94,26 @@ class Flavor(click.ParamType):  # type: ignore[type-arg]  # not generic before c
         return str(value)
 
 
+class ModelSize(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
+    """A size that there is a layout for."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The size as the table has it, whatever its case."""
+        from difflib import get_close_matches
+
+        from qwen3conv.training.layouts import LAYOUT
+
+        known = {size.lower(): size for size in LAYOUT}
+        text = str(value).lower().removeprefix("qwen3-")
+        if text not in known:
+            near = get_close_matches(text, known, n=2, cutoff=0.4)
+            hint = f"did you mean {' or '.join(known[one] for one in near)}? " if near else ""
+            self.fail(f"{value!r} is no size; {hint}There are {', '.join(LAYOUT)}", param, ctx)
+        return known[text]
+
+
 class Setting(click.ParamType):  # type: ignore[type-arg]  # not generic before click 8.4
     """``KEY=VALUE`` for a config.json that is made from shapes."""
 

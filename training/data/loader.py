@@ -2,7 +2,7 @@
 
 torchtitan 0.3.0's own chat loader takes one user and one assistant turn and drops long rows without a word
 (``hf_datasets/text_datasets.py``); this one takes any conversation that the template renders, and names what it leaves
-out. Rows are encoded before the first step, all of them in memory on every rank.
+out. Rows are encoded before the first step, once per machine, into files that all of its ranks map.
 
 Source of the interface: torchtitan 0.3.0, ``components/dataloader.py``.
 """
@@ -10,50 +10,52 @@ Source of the interface: torchtitan 0.3.0, ``components/dataloader.py``.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
 
-from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
+from qwen3conv.converters.errors import PolicyError, SourceError
 from qwen3conv.training.titan import IGNORE_INDEX, ParallelAwareDataloader
 
-from .masking import BadRow, Sample, encode_row
-from .rows import read_rows
+from .encoded import EncodedRows, Encoding, encoded_rows
 
 
 class SequenceDataset(IterableDataset[Any]):
     """Sequences of one dp rank; every rank gets the same number. State: epoch and next sequence."""
 
     def __init__(
-        self, samples: list[Sample], *, seq_len: int, pad: int, packing: bool, rank: int, world: int, infinite: bool
+        self, rows: EncodedRows, *, seq_len: int, pad: int, packing: bool, rank: int, world: int, infinite: bool
     ) -> None:
-        self.samples, self.seq_len, self.pad, self.packing = samples, seq_len, pad, packing
+        self.rows, self.seq_len, self.pad, self.packing = rows, seq_len, pad, packing
         self.rank, self.world, self.infinite = rank, world, infinite
         self.epoch = self.next = 0
 
-    def _groups(self) -> list[list[Sample]]:
-        order = list(self.samples)
+    def sequences(self) -> list[list[int]]:
+        """The documents of each sequence of this rank, in the order of this epoch; the last uneven ones are left."""
+        order = list(enumerate(self.rows.lengths()))
         random.Random(42 + self.epoch).shuffle(order)
-        groups: list[list[Sample]] = []
+        groups: list[list[int]] = []
         room = 0
-        for sample in order:
-            need = len(sample.tokens) - 1
+        for number, length in order:
+            need = length - 1
             if not self.packing or need > room:
                 groups.append([])
                 room = self.seq_len
-            groups[-1].append(sample)
+            groups[-1].append(number)
             room -= need
         whole = len(groups) // self.world * self.world
         return groups[:whole][self.rank :: self.world]
 
-    def _tensors(self, group: list[Sample]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def _tensors(self, group: list[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         inputs: list[int] = []
         labels: list[int] = []
         positions: list[int] = []
-        for tokens, trained in group:
+        for tokens, trained in map(self.rows.document, group):
             inputs += tokens[:-1]
             labels += [t if on else IGNORE_INDEX for t, on in zip(tokens[1:], trained[1:], strict=True)]
             positions += range(len(tokens) - 1)
@@ -65,7 +67,7 @@ class SequenceDataset(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            groups = self._groups()
+            groups = self.sequences()
             if not groups:
                 raise SourceError(f"fewer sequences than the {self.world} data-parallel ranks: add data")
             while self.next < len(groups):
@@ -76,19 +78,28 @@ class SequenceDataset(IterableDataset[Any]):
                 return
             self.epoch += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Epoch, and index in it of the next sequence of this rank."""
-        return {"epoch": self.epoch, "next": self.next}
+    def state_dict(self) -> dict[str, Any]:
+        """Epoch, index in it of the next sequence of this rank, and of what rows."""
+        return {"epoch": self.epoch, "next": self.next, "rows": self.rows.digest}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on with the sequence that ``state`` names."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the sequence that ``state`` names.
+
+        Raises:
+            PolicyError: it is a place in other rows, or in rows that were encoded otherwise.
+        """
+        if state.get("rows", self.rows.digest) != self.rows.digest:
+            raise PolicyError(
+                "data, tokenizer or sequence length are others than when the run was saved, so its place in the data "
+                "is none here: put them back, or pass --checkpoint.exclude_from_loading dataloader to begin anew"
+            )
         self.epoch, self.next = state["epoch"], state["next"]
 
 
 class ChatDataLoader(ParallelAwareDataloader):
     """Yields ``({"input": (B, L), "positions": (B, L)}, labels (B, L))``, int64; labels are shifted.
 
-    All rows are read and encoded before the first step. ``bad_rows`` counts those left out.
+    ``bad_rows`` names those left out. Text longer than a sequence is cut into several.
 
     Raises:
         SourceError: bad rows under ``on_bad_row="stop"`` (all named), or no usable row.
@@ -99,7 +110,7 @@ class ChatDataLoader(ParallelAwareDataloader):
         """What to read, and what to do with rows that do not fit."""
 
         source: str = ""
-        """Path of a .jsonl or .parquet file, or a hub dataset id."""
+        """A .jsonl or .parquet file, or what ``datasets`` loads: ``org/name``, ``org/name:split``, a folder."""
         kind: Literal["chat", "completion", "text", "auto"] = "auto"
         packing: bool = True
         on_bad_row: Literal["stop", "skip"] = "stop"
@@ -108,6 +119,8 @@ class ChatDataLoader(ParallelAwareDataloader):
         infinite: bool = True
         tokenizer_path: str = ""
         """Folder with the tokenizer and its chat template."""
+        cache: str = ""
+        """Folder of encoded rows, shared by the ranks of a machine; without one they go with the process."""
 
     def __init__(
         self,
@@ -126,40 +139,20 @@ class ChatDataLoader(ParallelAwareDataloader):
         if config.num_workers:
             raise PolicyError("num_workers must be 0: rows are encoded once, and workers would repeat sequences")
         hf = AutoTokenizer.from_pretrained(config.tokenizer_path)
-        samples: list[Sample] = []
-        bad: list[str] = []
-        fatal: list[str] = []
-        for row in read_rows(config.source, config.split):
-            try:
-                if row.problem:
-                    raise BadRow(row.problem)
-                sample = encode_row(row.value, config.kind, hf)
-            except BadRow as error:
-                bad.append(f"{row.where}: {error}")
-                if config.on_bad_row == "stop":
-                    fatal.append(bad[-1])
-                continue
-            length = len(sample.tokens)
-            if length - 1 > seq_len:
-                if config.on_long_row != "truncate":
-                    bad.append(f"{row.where}: {length} tokens, sequence length {seq_len} takes {seq_len + 1}")
-                    if config.on_long_row == "stop":
-                        fatal.append(bad[-1])
-                    continue
-                sample = Sample(sample.tokens[: seq_len + 1], sample.trained[: seq_len + 1])
-            if not any(sample.trained[1:]):
-                bad.append(f"{row.where}: nothing left to train on")
-                if config.on_bad_row == "stop":
-                    fatal.append(bad[-1])
-                continue
-            samples.append(sample)
-        if fatal:
-            raise SourceError(enumerate_problems("bad rows; mend them, or skip (on_bad_row, on_long_row):", fatal))
-        if not samples:
-            raise SourceError(enumerate_problems(f"{config.source}: no usable row", bad))
-        self.bad_rows = bad
+        encoding = Encoding(
+            config.source,
+            config.split,
+            config.kind,
+            config.on_bad_row,
+            config.on_long_row,
+            seq_len,
+            Path(config.tokenizer_path),
+        )
+        self._room = None if config.cache else tempfile.TemporaryDirectory(prefix="qwen3conv-rows-")
+        rows = encoded_rows(encoding, hf, Path(config.cache if self._room is None else self._room.name))
+        self.bad_rows = rows.bad
         dataset = SequenceDataset(
-            samples,
+            rows,
             seq_len=seq_len,
             pad=hf.eos_token_id,
             packing=config.packing,
@@ -167,6 +160,11 @@ class ChatDataLoader(ParallelAwareDataloader):
             world=dp_world_size,
             infinite=config.infinite,
         )
+        if not config.infinite and len(dataset.sequences()) < local_batch_size:
+            raise SourceError(
+                f"{config.source} makes {len(dataset.sequences())} sequences for each of {dp_world_size} data-parallel "
+                f"ranks, fewer than the {local_batch_size} of a batch: add rows"
+            )
         super().__init__(
             dataset,
             dp_rank=dp_rank,

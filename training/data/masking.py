@@ -18,14 +18,20 @@ class Sample(NamedTuple):
     trained: list[bool]
 
 
+def kind_of(value: dict[str, Any], kind: str) -> str:
+    """``kind``, or for ``auto`` what the fields of the row say."""
+    if kind != "auto":
+        return kind
+    return "chat" if "messages" in value else "completion" if "completion" in value else "text"
+
+
 def encode_row(value: dict[str, Any], kind: str, tokenizer: Any) -> Sample:
     """Encode a row of ``kind`` (``auto``: by its fields).
 
     Raises:
         BadRow: wrong fields or roles, nothing to train on, or a mask that cannot be made sure.
     """
-    if kind == "auto":
-        kind = "chat" if "messages" in value else "completion" if "completion" in value else "text"
+    kind = kind_of(value, kind)
     if kind == "chat":
         return _chat(value.get("messages"), value.get("tools"), tokenizer)
     names = ("prompt", "completion") if kind == "completion" else ("text",)
@@ -54,9 +60,12 @@ def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
     if not turns:
         raise BadRow("no assistant turn")
 
-    def render(part: list[Any], prompt: bool) -> str:
+    def render(part: list[Any], prompt: bool, **options: bool) -> str:
         try:
-            return str(tokenizer.apply_chat_template(part, tools=tools, tokenize=False, add_generation_prompt=prompt))
+            rendered = tokenizer.apply_chat_template(
+                part, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
+            )
+            return str(rendered)
         except Exception as error:  # jinja errors and whatever a template raises
             raise BadRow(f"the chat template refuses the messages: {error}") from error
 
@@ -65,8 +74,11 @@ def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
     tokens, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
     trained = [False] * len(tokens)
     for turn in turns:
-        prefix = render(messages[:turn], True)
-        if not text.startswith(prefix):
+        # An answer without reasoning follows an empty think block, which a template that has one (Qwen3's does) puts
+        # into the prompt when thinking is off: it is given then, not learned.
+        prompts = render(messages[:turn], True), render(messages[:turn], True, enable_thinking=False)
+        prefix = max((prompt for prompt in prompts if text.startswith(prompt)), key=len, default=None)
+        if prefix is None:
             raise BadRow(f"message {turn}: the template renders what precedes it differently in the whole; mask unsure")
         start = next((i for i, (begin, _) in enumerate(offsets) if begin >= len(prefix)), len(tokens))
         if start and offsets[start - 1][1] > len(prefix):

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import xxhash
+
 from qwen3conv.converters.errors import SourceError
 
 
@@ -18,29 +20,60 @@ class Row(NamedTuple):
     problem: str = ""
 
 
+FILES = (".jsonl", ".parquet")
+"""Files of rows; everything else is the name of a data set of the hub, or a folder that ``datasets`` reads."""
+
+
 def read_rows(source: str, split: str) -> Iterator[Row]:
     """Every row of ``source``; a JSONL line that is no JSON object comes with its ``problem``.
 
     Raises:
         SourceError: a local file is missing, or the dataset cannot be loaded.
     """
-    path = Path(source)
-    if path.suffix == ".jsonl":
-        yield from _read_jsonl(path)
+    if Path(source).suffix == ".jsonl":
+        yield from _read_jsonl(Path(source))
         return
-    if path.suffix == ".parquet" and not path.is_file():
-        raise SourceError(f"{path}: no such file")
+    for number, value in enumerate(load_table(source, split), start=1):
+        yield Row(f"{source}, row {number}", dict(value))
+
+
+def load_table(source: str, split: str = "train") -> Any:
+    """``source`` by the ``datasets`` library: a .jsonl or .parquet file, ``org/name``, ``org/name:split`` or a folder.
+
+    Raises:
+        SourceError: it cannot be loaded.
+    """
     from datasets import load_dataset
 
+    path, kinds = Path(source), dict(zip(FILES, ("json", "parquet"), strict=True))
+    if path.suffix in kinds and not path.is_file():
+        raise SourceError(f"{path}: no such file")
     try:
-        if path.suffix == ".parquet":
-            table = load_dataset("parquet", data_files={split: str(path)}, split=split)
-        else:
-            table = load_dataset(source, split=split)
+        if path.suffix in kinds:
+            return load_dataset(kinds[path.suffix], data_files={split: str(path)}, split=split)
+        name, _, part = source.partition(":") if not path.exists() else (source, "", "")
+        return load_dataset(name, split=part or split)
     except Exception as error:  # the library raises many kinds, pyarrow's included
         raise SourceError(f"{source}: split {split!r} cannot be loaded: {error}") from error
-    for number, value in enumerate(table, start=1):
-        yield Row(f"{source}, row {number}", dict(value))
+
+
+def digest_rows(source: str, split: str = "train") -> str:
+    """xxh3_128 of a file's bytes, or what ``datasets`` calls the fingerprint of anything else.
+
+    Raises:
+        SourceError: it cannot be read.
+    """
+    path = Path(source)
+    if path.suffix not in FILES:
+        return str(load_table(source, split)._fingerprint)
+    found = xxhash.xxh3_128()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                found.update(block)
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+    return found.hexdigest()
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:

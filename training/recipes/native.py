@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from qwen3conv.training.data import ChatDataLoader
+from collections.abc import Callable
+
+from qwen3conv.training.data.loader import ChatDataLoader
+from qwen3conv.training.recipes.sizes import recipes_of_sizes
 from qwen3conv.training.text import text_loader
 from qwen3conv.training.titan import (
     CheckpointManager,
@@ -12,12 +15,17 @@ from qwen3conv.training.titan import (
     ParallelismConfig,
     SelectiveAC,
     TrainingConfig,
+    Validator,
 )
 from qwen3conv.training.trainer import QwenTrainer
 
 
 def pretrain() -> QwenTrainer.Config:
-    """Continued pre-training on text. The model is that of ``--hf_assets_path``, whose config.json says every size."""
+    """Continued pre-training on text. The model is that of ``--hf_assets_path``, whose config.json says every size.
+
+    The rate of 1e-5 with a cosine is that of published full fine-tunes of Qwen3 (ms-swift, commit a54622f,
+    examples/train/tiled_mlp/train_deepspeed.sh: Qwen3-4B, AdamW, weight decay 0.1, warm-up over 5% of the steps).
+    """
     return QwenTrainer.Config(
         metrics=MetricsProcessor.Config(log_freq=1),
         dataloader=text_loader(),
@@ -25,8 +33,9 @@ def pretrain() -> QwenTrainer.Config:
         training=TrainingConfig(local_batch_size=1, seq_len=2048, steps=1000),
         # torchtitan's default backend holds parameters that FSDP2 of torch 2.13 cannot shard on more than one rank
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
-        checkpoint=CheckpointManager.Config(enable=True, interval=500, last_save_model_only=False),
+        checkpoint=CheckpointManager.Config(enable=True, interval=500, async_mode="async", last_save_model_only=False),
         activation_checkpoint=SelectiveAC.Config(),
+        validator=Validator.Config(freq=50, dataloader=ChatDataLoader.Config(infinite=False)),
         debug=DebugConfig(seed=42),  # of adapters; all other numbers are loaded
     )
 
@@ -50,6 +59,20 @@ def tiny_sft() -> QwenTrainer.Config:
 
 def _small(config: QwenTrainer.Config) -> QwenTrainer.Config:
     config.learning_rate = 1e-3
-    config.lr_scheduler.warmup_steps = 1
+    config.lr_scheduler.warmup_steps, config.validator.freq = 1, 5
     config.training.local_batch_size, config.training.seq_len, config.training.steps = 2, 64, 10
     return config
+
+
+_SIZES = recipes_of_sizes(pretrain, sft)
+
+
+def __getattr__(name: str) -> Callable[[], QwenTrainer.Config]:
+    """``qwen3_8b``, ``qwen3_8b_sft`` and so on."""
+    if name in _SIZES:
+        return _SIZES[name]
+    raise AttributeError(name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_SIZES]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qwen3conv.training.recipes import native
+from qwen3conv.training.recipes.sizes import recipes_of_sizes
 from qwen3conv.training.trainer import QwenTrainer
 
 _OVERRIDE = "qwen3conv.training.overrides.nki_moe.nki_moe"
@@ -31,3 +34,17 @@ def tiny() -> QwenTrainer.Config:
 def tiny_sft() -> QwenTrainer.Config:
     """``native.tiny_sft``."""
     return _with_operator(native.tiny_sft())
+
+
+_SIZES = recipes_of_sizes(pretrain, sft)
+
+
+def __getattr__(name: str) -> Callable[[], QwenTrainer.Config]:
+    """``qwen3_8b``, ``qwen3_8b_sft`` and so on."""
+    if name in _SIZES:
+        return _SIZES[name]
+    raise AttributeError(name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_SIZES]

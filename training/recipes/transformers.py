@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from qwen3conv.training.recipes import native
+from qwen3conv.training.recipes.sizes import recipes_of_sizes
 from qwen3conv.training.titan import derive
 from qwen3conv.training.trainer import QwenTrainer, TransformersTrainer
 
@@ -29,3 +32,17 @@ def tiny() -> TransformersTrainer.Config:
 def tiny_sft() -> TransformersTrainer.Config:
     """``native.tiny_sft``."""
     return _with_transformers(native.tiny_sft())
+
+
+_SIZES = recipes_of_sizes(pretrain, sft)
+
+
+def __getattr__(name: str) -> Callable[[], TransformersTrainer.Config]:
+    """``qwen3_8b``, ``qwen3_8b_sft`` and so on."""
+    if name in _SIZES:
+        return _SIZES[name]
+    raise AttributeError(name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_SIZES]

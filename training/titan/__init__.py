@@ -13,6 +13,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
+from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive, override
@@ -70,6 +71,7 @@ __all__ = [
     "SelectiveAC",
     "Trainer",
     "TrainingConfig",
+    "Validator",
     "VarlenAttention",
     "VarlenMetadata",
     "default_adamw",
