@@ -112,6 +112,8 @@ class Hub:
         """Names of files that are sent with one bit flipped."""
         self.stalls: dict[str, threading.Event] = {}
         """By file name: what downloads of it as a whole wait for."""
+        self.watcher: Callable[[str], None] = lambda name: None
+        """Called with the name of each file that is about to be sent whole."""
         self.mangles = False
         """Whether commits keep something else than the small files that come with them."""
         self.renamed: dict[str, str] = {}
@@ -460,8 +462,10 @@ class _Handler(BaseHTTPRequestHandler):
             body, self.close_connection = body[: cuts.pop(0)], True
         sent = 0 if self.command == "HEAD" else len(body)
         self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), self._token, status, sent))
-        if name in self.hub.stalls and self.command == "GET" and self.headers.get("Range") is None:
-            self.hub.stalls[name].wait(60)
+        if name and self.command == "GET" and self.headers.get("Range") is None:
+            self.hub.watcher(name)
+            if name in self.hub.stalls:
+                self.hub.stalls[name].wait(60)
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(whole)}.items():
             self.send_header(key, value)

@@ -55,7 +55,16 @@ def test_inspect_and_plan_of_235b_move_a_few_megabytes(client: HubClient) -> Non
 
 
 def test_each_file_comes_once_and_goes_after_its_last_use(client: HubClient, repository: Path) -> None:
+    beside: list[set[str]] = []
+
+    def watch(name: str) -> None:
+        fetched = client.folder / "dcp.download" / "fetched"
+        beside.append({path.name for path in fetched.glob("*.safetensors")})
+
+    client.hub.watcher = watch
     made = json.loads(client.run("hf-to-dcp", "Qwen/Tiny", "dcp", "--workers", "1", "--json").stdout)
+    assert len(beside) > 5  # the small files too
+    assert set().union(*beside) == set()  # each was gone before the next one came
     assert weights_sent(client) == sorted(path.name for path in repository.glob("*.safetensors"))
     assert made["fingerprint"] == client.run("fingerprint", repository).stdout.strip()
     assert not list(client.cache.rglob("*.safetensors"))
