@@ -250,6 +250,8 @@ class _Handler(BaseHTTPRequestHandler):
         for ending, faults in self.hub.faults.items():
             if path.endswith(ending) and faults:
                 fault = faults.pop(0)
+                if fault.status == 200:  # none this time
+                    return False
                 self._send(fault.status, fault.headers, b"")
                 return True
         for old, new in self.hub.renamed.items():

@@ -9,16 +9,16 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
 
-from qwen3conv import __version__
-from qwen3conv.converters.errors import DestinationError, SourceError, TransferError
+from qwen3conv.converters.errors import DestinationError, SourceError
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.stores.sidecars import TEMPLATES
 from qwen3conv.converters.stores.staging import check_destination, check_space
 
 from .hub import DCP, SIDECARS, WEIGHTS, refuse_without_weights
-from .hub_client import LIBRARY, Announce, HubFile, Listing, explained, list_files, quiet_off_terminals
+from .hub_client import Announce, HubFile, Listing, list_files, quiet_off_terminals
+from .hub_download import fetch_file
 from .hub_id import HubId
-from .hub_remote import download_path, file_id, make_room
+from .hub_remote import download_path, make_room
 
 _AT_ONCE = 4
 
@@ -80,24 +80,8 @@ def _wanted(asked: HubId, listing: Listing) -> dict[str, HubFile]:
 
 
 def _fetch(asked: HubId, listing: Listing, wanted: Mapping[str, HubFile], folder: Path) -> None:
-    from huggingface_hub import hf_hub_download
-
     def fetch(name: str) -> None:
-        with explained(asked, str(asked)):
-            path = hf_hub_download(
-                asked.repository,
-                asked.below + name,
-                revision=listing.commit,
-                local_dir=folder,
-                library_name=LIBRARY,
-                library_version=__version__,
-            )
-        if (found := file_id(Path(path), wanted[name])) != wanted[name].id:
-            os.unlink(path)
-            raise TransferError(
-                f"{name} of {asked} came with the wrong hash: {found}, and the hub says {wanted[name].id}. It is not "
-                "used; try again, and if it stays so, the repository is damaged"
-            )
+        fetch_file(asked, listing.commit, name, wanted[name], folder)
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         for _ in pool.map(fetch, wanted):

@@ -7,7 +7,6 @@ the hub stops answering or the process is killed, for ``--resume``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 from qwen3conv import __version__
 from qwen3conv.converters.errors import DestinationError, SourceError, TransferError, enumerate_problems
@@ -50,8 +48,8 @@ from .hub_client import (
     list_files,
     quiet_off_terminals,
 )
+from .hub_download import fetch_file
 from .hub_id import HubId, parse_hub_id
-from .hub_meter import meter_class
 from .hub_ranges import Blocks, read_header, read_range
 
 MARK = "qwen3conv.download"
@@ -106,16 +104,10 @@ class HubFiles:
         with self._locks[name]:
             if name in self._cached or name in self._here:
                 return
+            self._came(0)
             if not sys.stderr.isatty():  # there the bar moves
                 self._announce(f"fetching {name} ({self.files[name].size:,} bytes)")
-            path = self._download(name)
-            if (found := file_id(path, self.files[name])) != self.files[name].id:
-                os.unlink(os.path.realpath(path))
-                path.unlink(missing_ok=True)
-                raise TransferError(
-                    f"{name} of {self._asked} came with the wrong hash: {found}, and the hub says "
-                    f"{self.files[name].id}. It is not used; try again, and if it stays so, the repository is damaged"
-                )
+            path = fetch_file(self._asked, self._commit, name, self.files[name], self._fetched, came=self._came)
             self._link(name, path)
             self._here.add(name)
 
@@ -165,22 +157,6 @@ class HubFiles:
             for _ in pool.map(write, names):
                 pass
 
-    def _download(self, name: str) -> Path:
-        from huggingface_hub import hf_hub_download
-
-        with explained(self._asked, str(self._asked)):
-            return Path(
-                hf_hub_download(
-                    self._asked.repository,
-                    self._asked.below + name,
-                    revision=self._commit,
-                    local_dir=self._fetched,
-                    library_name=LIBRARY,
-                    library_version=__version__,
-                    tqdm_class=cast(Any, meter_class(self._came)),
-                )
-            )
-
     def _came(self, count: int) -> None:
         if self._given_up.is_set():
             raise TransferError(f"{self._asked}: stopped while it was being fetched")
@@ -190,16 +166,6 @@ class HubFiles:
         path = self._folder / name
         path.unlink(missing_ok=True)
         path.symlink_to(os.path.abspath(target))
-
-
-def file_id(path: Path, like: RemoteFile | HubFile) -> str:
-    """The hash of a file, of the kind that ``like`` has: sha256 of its content, or git's of a small file."""
-    is_sha256 = len(like.id) == 64
-    digest = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % path.stat().st_size)
-    with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 @contextmanager

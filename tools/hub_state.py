@@ -24,9 +24,9 @@ from qwen3conv.training.launch import Run, read_record
 
 from .hub_card import public_record, public_source, state_card
 from .hub_client import Announce, Listing, client, patiently
+from .hub_download import file_id
 from .hub_id import HubId
 from .hub_pull import pull
-from .hub_remote import file_id
 from .hub_sending import KEPT, Files, make_repository, send, sending
 
 STATE = "qwen3conv-state.json"

@@ -162,6 +162,22 @@ def test_a_pull_that_broke_off_goes_on_and_a_wrong_hash_is_refused(me: HubClient
     assert sorted(path.name for path in me.folder.iterdir()) == ["back", "hf-home", "served"]
 
 
+def test_a_file_goes_on_where_an_earlier_process_lost_it(me: HubClient) -> None:
+    folder = write_model(me.folder / "model")
+    (folder / "model.safetensors").write_bytes(bytes(range(251)) * 50_000)
+    commit = me.hub.add("me/large", folder)
+    sha256 = me.hub.repositories["me/large"].commits[commit]["model.safetensors"].sha256
+    me.hub.cuts["model.safetensors"] = [11_000_000]
+    me.hub.faults[f"{sha256}/model.safetensors"] = [Fault(200), Fault(403)]
+    assert "status 403" in me.run("pull", "me/large", "back", code=1).stderr
+    assert not (me.folder / "back").exists()
+    me.hub.requests.clear()
+    me.run("pull", "me/large", "back")
+    ranges = [r.range for r in me.hub.requests if r.path.startswith("/lfs/")]
+    assert ranges == ["bytes=10485760-"]  # whole pieces of 10 MiB are kept
+    assert (me.folder / "back" / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+
+
 def test_the_token_is_nowhere_but_in_requests(me: HubClient) -> None:
     source = write_model(me.folder / "model")
     said = []
