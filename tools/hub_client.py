@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,11 @@ _WAITS = (1.0, 2.0, 4.0)
 """Seconds before each further try, where the hub does not say how long to wait."""
 
 _LONGEST_WAIT = 300.0
-_BUSY = (408, 429, 500, 502, 503, 504)
+BUSY = (408, 429, 500, 502, 503, 504)
+"""Statuses after which a request is made again, unless it might have had its effect."""
+
+TURNED_AWAY = (429, 503)
+"""Those that say that nothing was done."""
 
 Announce = Callable[[str], None]
 Result = TypeVar("Result")
@@ -116,8 +120,11 @@ def list_files(asked: HubId, text: str, *, announce: Announce) -> Listing:
     return Listing(info.id, str(info.sha), files)
 
 
-def patiently(call: Callable[[], Result]) -> Result:
-    """What ``call`` returns; while the hub is busy or cannot be reached, it is tried a few times more."""
+def patiently(call: Callable[[], Result], busy: Collection[int] = BUSY) -> Result:
+    """What ``call`` returns; while the hub is busy, by status, it is tried a few times more.
+
+    So it is when the connection breaks, unless only ``TURNED_AWAY`` is safe to repeat.
+    """
     import httpx
     from huggingface_hub import errors
 
@@ -125,11 +132,13 @@ def patiently(call: Callable[[], Result]) -> Result:
         try:
             return call()
         except errors.HfHubHTTPError as error:
-            if error.response.status_code not in _BUSY:
+            if error.response.status_code not in busy:
                 raise
             asked = error.response.headers.get("Retry-After", "")
             time.sleep(min(float(asked), _LONGEST_WAIT) if asked.isdigit() else wait)
         except (httpx.TimeoutException, httpx.RemoteProtocolError, httpx.ReadError):
+            if busy is TURNED_AWAY:
+                raise
             time.sleep(wait)
     return call()
 

@@ -16,7 +16,6 @@ from qwen3conv.converters.checkpoint import Checkpoint
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import SourceError
-from qwen3conv.converters.execution import Advance
 from qwen3conv.converters.manifest import MANIFEST, Manifest, fingerprint_of
 from qwen3conv.converters.policies import DEFAULTS, Settled, settle
 from qwen3conv.converters.stores.safetensors import INDEX
@@ -32,9 +31,7 @@ CARD = "README.md"
 
 
 @contextmanager
-def hugging_face_folder(
-    folder: Path, origin: Mapping[str, Any], *, announce: Announce, advance: Advance
-) -> Iterator[Settled]:
+def hugging_face_folder(folder: Path, origin: Mapping[str, Any], *, announce: Announce) -> Iterator[Settled]:
     """The model in ``folder`` as a whole Hugging Face checkpoint; another format is converted beside it for the block.
 
     Raises:
@@ -55,7 +52,7 @@ def hugging_face_folder(
     tool = f"qwen3conv {__version__}"
     if checkpoint.manifest is not None:  # what it was made from is what people know
         origin = {**checkpoint.manifest.source, "path": str(folder)}
-    carry_out(prepare(folder, made, "hf", origin=origin), overwrite=True, advance=advance, tool=tool)
+    carry_out(prepare(folder, made, "hf", origin=origin), overwrite=True, tool=tool)
     try:
         yield settle(open_checkpoint(made), DEFAULTS)
     finally:

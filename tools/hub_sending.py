@@ -22,7 +22,7 @@ from qwen3conv.converters.errors import (
     enumerate_problems,
 )
 
-from .hub_client import Announce, Listing, client, library, list_files, patiently, quiet_off_terminals
+from .hub_client import TURNED_AWAY, Announce, Listing, client, library, list_files, patiently, quiet_off_terminals
 from .hub_id import HubId
 
 if TYPE_CHECKING:
@@ -91,12 +91,11 @@ def send(
     size = sum(add.upload_info.size for add in adds)
     announce(f"sending {len(adds)} files ({size:,} bytes) to {asked.repository}")
     with sending(asked):
-        made = client().create_commit(
-            asked.repository,
-            operations,
-            commit_message=message,
-            revision=revision,
-            create_pr=pull_request,
+        made = patiently(
+            lambda: client().create_commit(
+                asked.repository, operations, commit_message=message, revision=revision, create_pr=pull_request
+            ),
+            TURNED_AWAY,
         )
     _compare(asked, made.oid, adds, deletes)
     return Sent(asked.repository, made.oid, str(made.commit_url), made.pr_url, len(adds), size)

@@ -131,7 +131,7 @@ def test_without_a_login_and_with_a_hub_that_fails_there_is_a_word(client: HubCl
     write_model(client.folder / "model")
     assert "log in with `hf auth login`" in client.run("push", "model", "me/tiny", code=1).stderr
     assert "HF_HUB_OFFLINE is set" in client.run("push", "model", "me/tiny", code=1, HF_HUB_OFFLINE="1").stderr
-    client.hub.faults["/commit/main"] = [Fault(500)]
+    client.hub.faults["/commit/main"] = [Fault(429, {"Retry-After": "0"}), Fault(500)]
     said = client.run("push", "model", "me/tiny", code=1, HF_TOKEN=TOKEN).stderr
     assert "failed (status 500); run the same command again" in said
     client.hub.requests.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ import click
 from .command import Command
 from .options import DESTINATION, json_option, source_argument
 from .output import format_bytes, format_count, note, print_json, print_table, say
-from .progress import progress
 
 
 @click.command(cls=Command, example="qwen3conv push qwen3-hf me/qwen3-tuned --public")
@@ -63,9 +61,7 @@ def push(
 
         found = resolve_source(source, announce=note)
         record = _record(found.path)
-        with contextlib.ExitStack() as stack:
-            advance = stack.enter_context(progress("converting", 0))
-            settled = stack.enter_context(hugging_face_folder(found.path, found.origin, announce=note, advance=advance))
+        with hugging_face_folder(found.path, found.origin, announce=note) as settled:
             sent, fingerprint = push_model(
                 target,
                 settled,
