@@ -10,6 +10,7 @@ Everything is done by public commands, each shown as it can be typed. The exit c
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -107,7 +108,18 @@ class Demo:
             self.done.append(Done("both", "make them", "saved by transformers", time.monotonic() - begun))
             self.there_and_back(DENSE, DENSE)
             self.there_and_back(MOE, MOE)
+            self.train(DENSE)
         self.summary()
+
+    def train(self, model: str) -> None:
+        """Train ``model`` for a few steps with torchtitan, and look at what came out."""
+        self.model = model
+        texts = (f"{number} and {number} are {2 * number}" for number in range(400))
+        (self.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        self.console.print(Text(f"\n{model}, trained", style="bold"))
+        words = ("train", "--from", model, "--data", "text.jsonl", "--output", f"{model}-run", "--recipe", "tiny")
+        self.command(*words, shows=(f"{model}-run: step", "The trained"), result="trained", logs=True)
+        self.command("inspect", f"{model}-run/export", shows=("format", "complete"), result="whole")
 
     def there_and_back(self, source: str, name: str) -> None:
         """Convert ``source`` (a folder or a hub id) to DCP and back, and prove every step."""
@@ -127,10 +139,10 @@ class Demo:
         self.command("verify", back, result="verified")
         self.command("parity", source, dcp, shows=("logits", "top token"), result="logits agree")
 
-    def command(self, *words: str, result: str, shows: tuple[str, ...] = ("",)) -> list[str]:
+    def command(self, *words: str, result: str, shows: tuple[str, ...] = ("",), logs: bool = False) -> list[str]:
         """Run one command and show it, with the first line of its output that begins so, for each of ``shows``.
 
-        Returns all lines.
+        ``logs`` says that it writes a log, which is shown when it fails. Returns all lines of its output.
         """
         self.console.print(Text(f"$ python -m qwen3conv {' '.join(words)}"), soft_wrap=True)
         begun = time.monotonic()
@@ -139,12 +151,13 @@ class Demo:
             [sys.executable, "-m", "qwen3conv", *words],
             cwd=self.folder,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if logs else None,
             text=True,
             env={**os.environ, "COLUMNS": "100"},
         )
         lines = ran.stdout.splitlines()
         if ran.returncode != 0:
-            for line in lines:
+            for line in [*lines, *(ran.stderr or "").splitlines()[-40:]]:
                 self.console.print(Text(f"  {line}"), soft_wrap=True)
             why = f"signal {-ran.returncode}, too little memory?" if ran.returncode < 0 else f"exit {ran.returncode}"
             raise StepFailed(f"{words[0]} of {words[1]} ended with {why}")

@@ -70,13 +70,16 @@ def test_every_step_is_shown_and_succeeds_with_both_models_and_nothing_stays() -
             "verify {name}-back",
             "parity {name} {name}-dcp",
         )
+    ] + [
+        "train --from qwen3 --data text.jsonl --output qwen3-run --recipe tiny",
+        "inspect qwen3-run/export",
     ]
     assert len(re.findall(r"^  the same: \d+ parameters, bit for bit$", ran.stdout, re.MULTILINE)) == 2
     prints = re.findall(r"^  ([0-9a-f]{32})$", ran.stdout, re.MULTILINE)
     assert prints[0] == prints[1] != prints[2] == prints[3]
-    assert [step for step, _ in table_in(ran.stdout)] == ["make them", *STEPS, *STEPS]
-    assert ran.stdout.splitlines()[-1].startswith("All 17 steps succeeded in ")
-    assert len(ran.stdout.splitlines()) <= 66, "more than a page"
+    assert [step for step, _ in table_in(ran.stdout)] == ["make them", *STEPS, *STEPS, "train", "inspect"]
+    assert ran.stdout.splitlines()[-1].startswith("All 19 steps succeeded in ")
+    assert len(ran.stdout.splitlines()) <= 76, "more than a page"
     assert max(map(len, ran.stdout.splitlines())) <= 100
 
 

@@ -135,7 +135,7 @@ def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Annou
     with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
         errors = Path(room) / "errors"
         # torchtitan's log is no result, so it goes to stderr
-        process = subprocess.Popen(run.command(), stdout=2, env={**os.environ, ERRORS: str(errors)})
+        process = subprocess.Popen(run.command(log_dir=Path(room)), stdout=2, env={**os.environ, ERRORS: str(errors)})
         try:
             while process.poll() is None:
                 time.sleep(_POLL_SECONDS)

@@ -118,9 +118,13 @@ class Run:
         found = ((path.name.removeprefix("step-"), path) for path in self.folder.glob("checkpoint/step-*"))
         return sorted((int(step), path) for step, path in found if step.isdigit() and (path / ".metadata").is_file())
 
-    def command(self) -> list[str]:
-        """``torchrun`` with torchtitan's command line, as it can be typed."""
+    def command(self, *, log_dir: Path | None = None) -> list[str]:
+        """``torchrun`` with torchtitan's command line, as it can be typed.
+
+        ``log_dir`` is where torchrun keeps its own files; without one it leaves a folder among the temporary ones.
+        """
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        words += ["--log-dir", str(log_dir)] if log_dir is not None else []
         words += ["--nproc_per_node", str(self.mesh.ranks), "-m", "qwen3conv.training"]
         words += ["--device", self.device] if self.device is not None else []
         words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
