@@ -10,16 +10,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 import tempfile
-import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
-from qwen3conv import __version__
 from qwen3conv.converters.errors import DestinationError, SourceError, TransferError, enumerate_problems
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.remote import RemoteFile, mounted
@@ -38,134 +33,20 @@ from .hub import (
     resolve_source,
 )
 from .hub_client import (
-    LIBRARY,
     Announce,
     HubFile,
     Listing,
     UnreachableError,
-    explained,
     is_offline,
     list_files,
     quiet_off_terminals,
 )
 from .hub_download import fetch_file
+from .hub_files import HubFiles
 from .hub_id import HubId, parse_hub_id
-from .hub_ranges import Blocks, read_header, read_range
 
 MARK = "qwen3conv.download"
 """File in a folder of downloads that says whose it is."""
-
-_AT_ONCE = 8
-"""Requests for headers under way at a time."""
-
-_BLOCK = 1 << 20
-
-
-class HubFiles:
-    """The data files of a repository at one commit: ``converters.remote.Remote`` for a mounted folder."""
-
-    def __init__(
-        self,
-        asked: HubId,
-        commit: str,
-        files: Mapping[str, RemoteFile],
-        folder: Path,
-        *,
-        fetched: Path | None = None,
-        keeps: bool = False,
-        announce: Announce = lambda message: None,
-    ) -> None:
-        self.label = f"{asked.repository}@{commit}:{asked.below}"
-        self.files = files
-        self.fetches = fetched is not None or keeps
-        self._asked, self._commit, self._folder = asked, commit, folder
-        self._fetched, self._announce = fetched, announce
-        self._blocks = Blocks(asked, commit)
-        self.advance: Callable[[int], None] = lambda count: None
-        """Called with the bytes that came, often."""
-        self._given_up = threading.Event()
-        self._cached: set[str] = set()
-        self._here: set[str] = set()
-        self._locks = {name: threading.Lock() for name in files}
-
-    def link_cached(self, name: str) -> bool:
-        """Take the file from the hub's cache, if it is there."""
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(self._asked.repository, self._asked.below + name, revision=self._commit)
-        if not isinstance(found, str) or os.path.getsize(found) != self.files[name].size:
-            return False
-        self._link(name, Path(found))
-        self._cached.add(name)
-        return True
-
-    def fetch(self, name: str) -> None:
-        """Return once the whole file lies in the folder, with the hash that the hub promises."""
-        with self._locks[name]:
-            if name in self._cached or name in self._here:
-                return
-            self._came(0)
-            if not sys.stderr.isatty():  # there the bar moves
-                self._announce(f"fetching {name} ({self.files[name].size:,} bytes)")
-            path = fetch_file(self._asked, self._commit, name, self.files[name], self._fetched, came=self._came)
-            self._link(name, path)
-            self._here.add(name)
-
-    def release(self, name: str) -> None:
-        """Remove a fetched file that is not to be kept."""
-        with self._locks[name]:
-            if name in self._here and self._fetched is not None:
-                (self._folder / name).unlink()
-                (self._fetched / (self._asked.below + name)).unlink()
-                self._here.remove(name)
-
-    def read(self, name: str, offset: int, count: int) -> bytes:
-        """Few bytes of a file that is not fetched."""
-        if name in self._cached:
-            with open(self._folder / name, "rb") as file:
-                file.seek(offset)
-                return file.read(count)
-        return self._blocks.read(name, offset, count)
-
-    def disk_bytes(self, workers: int) -> int:
-        """Bytes of the largest files that are still to come, one for each worker."""
-        return sum(sorted(self._missing(), reverse=True)[:workers]) if self._fetched is not None else 0
-
-    def bytes_to_fetch(self, wanted: Iterable[str]) -> int:
-        """Bytes of those of the files that are still to come."""
-        return sum(self._missing(set(wanted)))
-
-    def give_up(self) -> None:
-        """Let downloads under way end with the next bytes that come."""
-        self._given_up.set()
-
-    def _missing(self, wanted: Container[str] | None = None) -> list[int]:
-        return [
-            file.size
-            for name, file in self.files.items()
-            if name not in self._cached and name not in self._here and (wanted is None or name in wanted)
-        ]
-
-    def write_headers(self, names: list[str]) -> None:
-        """Have the headers of these safetensors files in the folder, and nothing behind them."""
-
-        def write(name: str) -> None:
-            header = read_header(partial(read_range, self._asked, self._commit, name), self.files[name].size)
-            (self._folder / name).write_bytes(header)
-
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
-            for _ in pool.map(write, names):
-                pass
-
-    def _came(self, count: int) -> None:
-        if self._given_up.is_set():
-            raise TransferError(f"{self._asked}: stopped while it was being fetched")
-        self.advance(count)
-
-    def _link(self, name: str, target: Path) -> None:
-        path = self._folder / name
-        path.unlink(missing_ok=True)
-        path.symlink_to(os.path.abspath(target))
 
 
 @contextmanager
@@ -280,7 +161,9 @@ def _fill(
     for name in missing:
         (folder / name).touch()
     if is_dcp:
-        _fetch_metadata(folder, asked, listing)
+        place = fetch_file(asked, listing.commit, DCP[0], names[DCP[0]], None)
+        (folder / DCP[0]).unlink(missing_ok=True)
+        (folder / DCP[0]).symlink_to(place)
     else:
         remote.write_headers([name for name in missing if meant is None or name in meant])
     return remote
@@ -303,22 +186,6 @@ def _meant(asked: HubId, index: Path, data: Mapping[str, RemoteFile]) -> set[str
             )
         )
     return {str(name) for name in named}
-
-
-def _fetch_metadata(folder: Path, asked: HubId, listing: Listing) -> None:
-    from huggingface_hub import hf_hub_download
-
-    with explained(asked, str(asked)):
-        found = hf_hub_download(
-            asked.repository,
-            asked.below + DCP[0],
-            revision=listing.commit,
-            library_name=LIBRARY,
-            library_version=__version__,
-        )
-    path = folder / DCP[0]
-    path.unlink(missing_ok=True)
-    path.symlink_to(found)
 
 
 def make_room(room: Path, *, resume: bool) -> None:

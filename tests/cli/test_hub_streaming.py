@@ -120,6 +120,14 @@ def test_a_killed_conversion_goes_on_with_the_file_that_was_coming(client: HubCl
     assert client.run("diff", repository, "dcp").returncode == 0
 
 
+def test_a_header_that_was_another_than_the_files_is_noticed(client: HubClient) -> None:
+    client.hub.add("Qwen/One", write_model(client.folder / "one"))
+    client.hub.swaps = b"k_proj", b"v_proj"
+    said = client.run("hf-to-dcp", "Qwen/One", "dcp", code=1).stderr
+    assert "has another header than the hub gave before" in said
+    assert not (client.folder / "dcp").exists()
+
+
 def test_a_new_commit_is_another_source(client: HubClient, repository: Path) -> None:
     names = sorted(path.name for path in repository.glob("*.safetensors"))
     client.hub.spoiled.add(names[2])

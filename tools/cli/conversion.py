@@ -107,7 +107,7 @@ def _convert(
     from qwen3conv.converters.remote import remote_of
     from qwen3conv.converters.stores.staging import whole
     from qwen3conv.tools.hub import resolve_adapter, resolve_like
-    from qwen3conv.tools.hub_remote import HubFiles
+    from qwen3conv.tools.hub_files import HubFiles
 
     origin: dict[str, object] = {**found.origin}
     like = None
