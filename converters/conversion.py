@@ -17,6 +17,7 @@ from .manifest import ASSETS, MANIFEST, Manifest, TensorRecord
 from .parameters import HEAD
 from .planning import Copy, Move, Unit
 from .preparation import Conversion, prepare
+from .remote import remote_of
 from .stores.safetensors import INDEX
 from .stores.sidecars import copy_sidecars
 from .stores.staging import Stage, check_destination, check_space
@@ -48,9 +49,9 @@ def carry_out(
     check_destination(destination, overwrite=overwrite, resume=resume)
     block_bytes = block_size(conversion, workers, max_memory)
     if not resume:
-        check_space(destination.parent, _missing_bytes(conversion, {}))
+        check_space(destination.parent, _missing_bytes(conversion, {}, workers))
     with Stage(destination, conversion.plan_id(), resume=resume, overwrite=overwrite) as stage:
-        check_space(destination.parent, _missing_bytes(conversion, stage.completed))
+        check_space(destination.parent, _missing_bytes(conversion, stage.completed, workers))
         times = conversion.source.times()
         stage.create(conversion.arrangement.files)
         found = _recheck(conversion, stage, workers, block_bytes, advance)
@@ -152,8 +153,11 @@ def _manifest(conversion: Conversion, digests: Mapping[str, Digest], files: Mapp
     )
 
 
-def _missing_bytes(conversion: Conversion, completed: Mapping[int, object]) -> int:
-    """About how many bytes the output has still to take, with everything that lies beside its data files."""
+def _missing_bytes(conversion: Conversion, completed: Mapping[int, object], workers: int) -> int:
+    """About how many bytes the output has still to take, with everything that lies beside its data files.
+
+    Of a source elsewhere, those of the files that are here at a time are counted too.
+    """
     todo = [unit for index, unit in enumerate(conversion.units) if index not in completed]
     missing = sum(move.read_bytes for unit in todo for move in unit)
     data = missing * conversion.disk_bytes // max(conversion.read_bytes, 1)
@@ -162,7 +166,9 @@ def _missing_bytes(conversion: Conversion, completed: Mapping[int, object]) -> i
         for name in conversion.sidecar_names:
             with contextlib.suppress(OSError):  # the copy will say what is wrong with it
                 sidecars += (conversion.sidecars / name).stat().st_size
-    return data + sidecars + len(conversion.written) * _BYTES_BESIDE_PER_TENSOR
+    remote = remote_of(conversion.source.path)
+    fetched = remote.disk_bytes(workers) if remote is not None and todo else 0
+    return data + fetched + sidecars + len(conversion.written) * _BYTES_BESIDE_PER_TENSOR
 
 
 def _recheck(

@@ -15,6 +15,10 @@ class SourceError(ConversionError):
     """The input is broken, incomplete, hostile or of a kind that is not read: fix the input."""
 
 
+class TransferError(SourceError):
+    """A source that is elsewhere stopped coming, or came damaged: what is done is kept, try again."""
+
+
 class MappingError(ConversionError):
     """Tensor names or shapes do not fit the layout: the input is not the model it claims to be."""
 

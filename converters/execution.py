@@ -24,7 +24,8 @@ from .casts import RowStep, ScaledRows, decoder
 from .dtypes import itemsize
 from .files import Files, Output
 from .low_rank import Addition
-from .planning import Move, Unit
+from .planning import Move, Unit, source_files
+from .remote import remote_of
 
 COPY_BYTES = 8 << 20
 """Bytes that the kernel is asked to copy at once: few calls, and still a progress bar that moves."""
@@ -71,7 +72,9 @@ def run(
     """
     found: dict[str, Digest] = {}
     stop, lock = threading.Event(), threading.Lock()
-    pending = Pending(units, skip or {})
+    is_remote = remote_of(source) is not None
+    pending = Pending(units, skip or {}, in_order=is_remote)
+    wanted = Counter(n for i, unit in enumerate(units) if i not in (skip or {}) for n in source_files(unit))
 
     with contextlib.ExitStack() as stack:
         reads = stack.enter_context(Files(source, os.O_RDONLY))
@@ -93,6 +96,10 @@ def run(
                 with lock:
                     found.update(result)
                     done(index, result)
+                    for name in source_files(units[index]):
+                        wanted[name] -= 1
+                        if not wanted[name]:
+                            reads.finished(name)
 
         count = max(1, min(workers, len(units)))
         with ThreadPoolExecutor(count, thread_name_prefix="qwen3conv") as pool:
@@ -101,6 +108,8 @@ def run(
                 wait(futures, return_when=FIRST_EXCEPTION)
             finally:
                 stop.set()  # also on Ctrl-C: the workers leave at their next block
+                if any(not future.done() for future in futures):
+                    reads.give_up()
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
             raise error
@@ -110,16 +119,17 @@ def run(
 class Pending:
     """Units that wait for a worker, by file: each file has one writer as long as there are files enough.
 
-    The kernel lets one writer at a time into a file, and those who wait for it spin.
+    The kernel lets one writer at a time into a file, and those who wait for it spin. ``in_order`` they are taken as
+    they come: of a source that is fetched file by file, as few files as can be are needed at a time.
     """
 
-    def __init__(self, units: Sequence[Unit], skip: Container[int]) -> None:
+    def __init__(self, units: Sequence[Unit], skip: Container[int], *, in_order: bool = False) -> None:
         self._left: dict[str, deque[int]] = {}
         self._workers: Counter[str] = Counter()
         for index, unit in enumerate(units):
             if index not in skip:
                 extents = unit[0].targets[0] if unit[0].targets else unit[0].source
-                self._left.setdefault(extents[0].file, deque()).append(index)
+                self._left.setdefault("" if in_order else extents[0].file, deque()).append(index)
 
     def take(self, file: str | None) -> tuple[str, int] | None:
         """The next unit for a worker that is on ``file``: of that file, or else of the one with fewest workers."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .errors import DestinationError, SourceError
+from .remote import remote_of
 
 WRITE_BYTES = 1 << 16
 """Bytes per call that writes. For larger ones Linux looks for larger runs of free memory, which on virtual machines are
@@ -29,6 +30,7 @@ class Files:
 
     def __init__(self, folder: Path, flags: int) -> None:
         self._folder, self._flags = folder, flags
+        self._remote = remote_of(folder)
         self._open: dict[str, int] = {}
         self._writing: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -44,7 +46,9 @@ class Files:
         self._open.clear()
 
     def descriptor(self, name: str) -> int:
-        """The descriptor of ``name``, opened at first use."""
+        """The descriptor of ``name``, opened at first use, of a file elsewhere when it has come."""
+        if self._remote is not None and name not in self._open and name in self._remote.files:
+            self._remote.fetch(name)
         with self._lock:
             found = self._open.get(name)
             if found is None:
@@ -68,8 +72,31 @@ class Files:
                 raise write_failed(path, error) from error
             raise SourceError(f"{path} cannot be opened: {error.strerror}") from error
 
+    def give_up(self) -> None:
+        """Let a worker that waits for a file from elsewhere wait no longer."""
+        if self._remote is not None:
+            self._remote.give_up()
+
+    def finished(self, name: str) -> None:
+        """Nothing of the file is wanted any more: one that was fetched can go."""
+        if self._remote is None or name not in self._remote.files:
+            return
+        with self._lock:
+            descriptor = self._open.pop(name, None)
+        if descriptor is not None:
+            os.close(descriptor)
+        self._remote.release(name)
+
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill ``view`` from ``offset`` bytes into the file; a file that ends early is a ``SourceError``."""
+        if self._remote is not None and not self._remote.fetches and name in self._remote.files:
+            data = self._remote.read(name, offset, len(view))
+            if len(data) < len(view):
+                raise SourceError(
+                    f"{self._folder / name} ends at byte {offset + len(data)}, but a tensor goes on there"
+                )
+            view[:] = data
+            return
         descriptor, done = self.descriptor(name), 0
         while done < len(view):
             try:

@@ -213,9 +213,12 @@ class _Holding:
         return tuple(copies)
 
 
-def plan_moves(source: Table, target: Table, files: Sequence[str], *, vocab_padding: bool = False) -> tuple[Unit, ...]:
+def plan_moves(
+    source: Table, target: Table, files: Sequence[str], *, vocab_padding: bool = False, by_source: bool = False
+) -> tuple[Unit, ...]:
     """What to move, in the order of the target's ``files`` and the offsets in them, cut into units.
 
+    ``by_source``: in the order of the source's files first, so that each is needed for one stretch of units.
     Parameters of the target that the source lacks must be zero by policy: they are holes in a new file.
     """
     rank = {file: index for index, file in enumerate(files)}
@@ -245,7 +248,21 @@ def plan_moves(source: Table, target: Table, files: Sequence[str], *, vocab_padd
                 have.delta,
             )
         )
-    return tuple(_units(moves))
+    if by_source:
+        moves.sort(key=lambda move: min(natural_key(extent.file) for extent in move.source))  # the order above stays
+    return tuple(_units(moves, by_source=by_source))
+
+
+def source_files(unit: Iterable[Move]) -> set[str]:
+    """The files that are read for these moves, those of block scales and of what is added included."""
+    found: set[str] = set()
+    for move in unit:
+        found.update(extent.file for extent in move.source)
+        if move.scale is not None:
+            found.add(move.scale.file)
+        if move.delta is not None:
+            found.update((move.delta.left.file, move.delta.right.file))
+    return found
 
 
 def plan_reads(source: Table, *, dtype_of: Mapping[str, str] | None = None) -> tuple[Unit, ...]:
@@ -270,11 +287,14 @@ def plan_reads(source: Table, *, dtype_of: Mapping[str, str] | None = None) -> t
     return tuple(_units(moves))
 
 
-def _units(moves: Iterable[Move]) -> Iterator[Unit]:
+def _units(moves: Iterable[Move], *, by_source: bool = False) -> Iterator[Unit]:
     unit: list[Move] = []
-    size, file = 0, None
+    size = 0
+    file: tuple[str, ...] = ()
     for move in moves:
-        where = (move.targets[0] if move.targets else move.source)[0].file
+        where: tuple[str, ...] = ((move.targets[0] if move.targets else move.source)[0].file,)
+        if by_source:
+            where += tuple(sorted(source_files([move])))
         if unit and (size >= UNIT_BYTES or where != file):
             yield tuple(unit)
             unit, size = [], 0

@@ -21,6 +21,7 @@ from .parameters import EMBEDDING, EXPERT_BIAS, HEAD, describe
 from .placement import ONE_RANK, Mesh
 from .planning import Table
 from .reading import first_difference, last_nonzero_row, read_whole
+from .remote import has_headers_only
 from .stores.nxd_bindings import Queries
 
 EXPERT_BIAS_SUFFIX = ".expert_bias"
@@ -108,7 +109,7 @@ def settle(checkpoint: Checkpoint, choices: Choices = DEFAULTS) -> Settled:
     """
     policies: list[Policy] = []
     tied, table = _settle_tie(checkpoint, choices, policies)
-    _check_replicas(checkpoint, table)
+    _check_replicas(checkpoint, table, policies)
     _settle_expert_bias(checkpoint, table, policies)
     if checkpoint.derived:
         names = sorted(checkpoint.derived)
@@ -202,6 +203,10 @@ def _settle_tie(checkpoint: Checkpoint, choices: Choices, policies: list[Policy]
     table = checkpoint.table(tied=says_tied is not False)
     if not checkpoint.stores_head or says_tied is False:
         return says_tied is not False, table
+    if has_headers_only(checkpoint.path) and len(table[EMBEDDING].copies) > 1:
+        summary = "head and embeddings are taken as equal, as tied ones are; a conversion compares them"
+        policies.append(Policy("tie-not-compared", summary))
+        return True, table
     with Files(checkpoint.path, os.O_RDONLY) as files:
         row = first_difference(table[EMBEDDING], files)
     if row is None:
@@ -229,9 +234,12 @@ def _settle_tie(checkpoint: Checkpoint, choices: Choices, policies: list[Policy]
     return False, checkpoint.table(tied=False)
 
 
-def _check_replicas(checkpoint: Checkpoint, table: Table) -> None:
+def _check_replicas(checkpoint: Checkpoint, table: Table, policies: list[Policy]) -> None:
     """Refuse ranks that hold different values of what they ought to hold alike."""
     if checkpoint.mesh == ONE_RANK and not any(tensor.replicated for tensor in checkpoint.tensors.values()):
+        return
+    if has_headers_only(checkpoint.path):
+        policies.append(Policy("replicas-not-compared", "what ranks hold alike is compared when it is converted"))
         return
     problems = []
     with Files(checkpoint.path, os.O_RDONLY) as files:

@@ -36,6 +36,7 @@ from .policies import (
     kv_heads_policy,
     vocab_policy,
 )
+from .remote import remote_of
 from .stores.contents import Arrangement
 from .stores.nxd_writing import as_mesh, written_mesh
 from .stores.sidecars import list_sidecars
@@ -68,23 +69,33 @@ class Origin:
     promised: Mapping[str, str] = field(default_factory=dict)
     """Digests of rank files' parameters by the manifest beside them: nothing else tells files of two runs apart."""
 
-    def status(self, name: str) -> os.stat_result:
-        """What the system says of the data file ``name``.
+    def identity(self, name: str) -> tuple[object, ...]:
+        """What changes when the data file ``name`` does: size and times, of one elsewhere size and hash.
 
         Raises:
             SourceError: it is gone, or is not as long as it was when its headers were read.
         """
+        remote = remote_of(self.path)
+        if remote is not None and name in remote.files:
+            return tuple(remote.files[name])
         try:
             status = (self.path / name).stat()
         except OSError as error:
             raise SourceError(f"{self.path / name} cannot be read: {error.strerror}") from error
         if status.st_size != self.files[name]:
             raise SourceError(f"{self.path / name} has changed since its headers were read; wait until it is complete")
-        return status
+        # the time of change too: what sets back a file's time of modification cannot set back that one
+        return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
-    def times(self) -> dict[str, int]:
-        """When each data file was modified, in nanoseconds. Raises as ``status`` does."""
-        return {name: self.status(name).st_mtime_ns for name in self.files}
+    def times(self) -> dict[str, object]:
+        """When each data file was modified, or which hash it has elsewhere. Raises as ``identity`` does."""
+        return {name: self.identity(name)[1] for name in self.files}
+
+    @property
+    def place(self) -> str:
+        """Where it is: of a folder that stands for a place elsewhere, which state of that."""
+        remote = remote_of(self.path)
+        return str(self.path.resolve()) if remote is None else remote.label
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +146,9 @@ class Conversion:
 
     def plan_id(self) -> str:
         """A hash of what is read and what is written: equal for a repeated command, so that it can be resumed."""
-        files = []
-        for name in sorted(self.source.files):
-            status = self.source.status(name)
-            # the time of change too: what sets back a file's time of modification cannot set back that one
-            files.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-        place = str(self.source.path.resolve())
-        digest = xxhash.xxh3_128(json.dumps([place, files, [p.to_dict() for p in self.policies]]).encode())
+        files = [(name, *self.source.identity(name)) for name in sorted(self.source.files)]
+        policies = [p.to_dict() for p in self.policies]
+        digest = xxhash.xxh3_128(json.dumps([self.source.place, files, policies]).encode())
         for unit in self.units:
             for move in unit:
                 digest.update(f"{move.name} {move.source_dtype} {move.target_dtype} {move.targets}\n".encode())
@@ -221,7 +228,11 @@ def prepare(
     outputs, table = outputs | beside, table | carried.source
     written |= {e.name: (e.dtype, e.shape) for e in beside.values()}
     units = plan_moves(
-        table, outputs, [file.name for file in arrangement.files], vocab_padding=choices.vocab_rows is not None
+        table,
+        outputs,
+        [file.name for file in arrangement.files],
+        vocab_padding=choices.vocab_rows is not None,
+        by_source=remote_of(checkpoint.path) is not None,
     )
     lost = [name for name in table if name not in outputs]
     assert not lost, lost

@@ -54,11 +54,15 @@ def first_difference(entry: Entry, files: Files) -> int | None:
     half = -(-entry.rows // 2)
     ranges = range(half), range(half, entry.rows)
     with ThreadPoolExecutor(len(ranges)) as pool:
-        for copy in rest:
-            rows = pool.map(lambda span, copy=copy: _first_difference(entry, first, copy, span, files), ranges)
-            found = next((row for row in rows if row is not None), None)
-            if found is not None:
-                return found
+        try:
+            for copy in rest:
+                rows = pool.map(lambda span, copy=copy: _first_difference(entry, first, copy, span, files), ranges)
+                found = next((row for row in rows if row is not None), None)
+                if found is not None:
+                    return found
+        except BaseException:
+            files.give_up()  # on Ctrl-C too: the pool waits for its threads
+            raise
     return None
 
 

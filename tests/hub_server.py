@@ -2,8 +2,9 @@
 
 It answers what huggingface_hub 1.33 asks for (``hf_api.py``, ``file_download.py``, ``utils/_http.py``) the way
 huggingface.co does: weight files are large-file objects behind a redirect with ``X-Linked-Etag``, small files come
-straight; errors carry ``X-Error-Code``. No Xet headers are sent and commits ask for plain content, so neither
-direction needs ``hf_xet``. Use ``hub.url`` as ``endpoint=`` or ``HF_ENDPOINT``; nothing leaves 127.0.0.1.
+straight; errors carry ``X-Error-Code``. No Xet headers are sent, and large files come by the LFS batch protocol, so
+neither direction needs ``hf_xet``. Use ``hub.url`` as ``endpoint=`` or ``HF_ENDPOINT``; nothing leaves 127.0.0.1.
+Faults come on demand: ``cuts``, ``faults``, ``spoiled``, ``renamed``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,15 @@ class Request(NamedTuple):
     """The ``Range`` header."""
     token: str | None
     status: int
+    sent: int = 0
+    """Bytes of the answer's body."""
+
+
+class Fault(NamedTuple):
+    """An answer in place of the right one."""
+
+    status: int
+    headers: Mapping[str, str] = {}
 
 
 class Blob(NamedTuple):
@@ -55,6 +65,12 @@ class Blob(NamedTuple):
         body = content if isinstance(content, bytes) else content.read_bytes()
         git = hashlib.sha1(b"blob %d\0" % len(body) + body).hexdigest()
         return cls(content, len(body), git, hashlib.sha256(body).hexdigest())
+
+    @classmethod
+    def of_holes(cls, path: Path) -> Blob:
+        """A file too large to hash, most of which are holes: its ids are those of its name."""
+        name = path.name.encode()
+        return cls(path, path.stat().st_size, hashlib.sha1(name).hexdigest(), hashlib.sha256(name).hexdigest())
 
     def read(self, first: int = 0, last: int | None = None) -> bytes:
         """Bytes ``first`` to ``last``, both included."""
@@ -75,6 +91,7 @@ class Repository:
 
     commits: dict[str, Files] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
     tokens: Collection[str] | None = None
     """Tokens that were granted access; ``None``: everyone. Without access a gated repository still tells its files."""
     private: bool = False
@@ -89,6 +106,22 @@ class Hub:
         self.requests: list[Request] = []
         self.cuts: dict[str, list[int]] = {}
         """By file name: after how many bytes the next downloads of it break off, one entry each."""
+        self.faults: dict[str, list[Fault]] = {}
+        """By the end of a path: what the next requests for it get, one entry each."""
+        self.spoiled: set[str] = set()
+        """Names of files that are sent with one bit flipped."""
+        self.stalls: dict[str, threading.Event] = {}
+        """By file name: what downloads of it as a whole wait for."""
+        self.watcher: Callable[[str], None] = lambda name: None
+        """Called with the name of each file that is about to be sent whole."""
+        self.swaps: tuple[bytes, bytes] | None = None
+        """What takes each other's place in answers to range requests."""
+        self.mangles = False
+        """Whether commits keep something else than the small files that come with them."""
+        self.renamed: dict[str, str] = {}
+        """Old name of a repository -> the name that requests are sent on to."""
+        self.objects: dict[str, bytes] = {}
+        """Large files that were uploaded, by sha256, whether a commit names them or not."""
         self.url = ""
 
     def add(
@@ -122,7 +155,12 @@ class Hub:
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
         """Content by path, to look at what a client committed."""
         repository = self.repositories[repo_id]
-        return {path: blob.read() for path, blob in repository.commits[repository.refs[revision]].items()}
+        sha = {**repository.tags, **repository.refs}.get(revision, revision)
+        return {path: blob.read() for path, blob in repository.commits[sha].items()}
+
+    def sent(self) -> int:
+        """Bytes of all answers' bodies."""
+        return sum(request.sent for request in self.requests)
 
     def downloads(self) -> list[str]:
         """Names of the files whose content was sent, in order, once per request."""
@@ -149,7 +187,13 @@ def serve_hub() -> Iterator[Hub]:
 
 def client_environment(hub: Hub, home: Path) -> dict[str, str]:
     """Variables that point a subprocess's huggingface_hub at ``hub``, with a cache of its own and no stored token."""
-    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": "0"}
+    return {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_OFFLINE": "0",
+    }
 
 
 class _Problem(Exception):
@@ -173,6 +217,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self._answer()
 
+    def do_PUT(self) -> None:
+        self._answer()
+
+    def do_DELETE(self) -> None:
+        self._answer()
+
     def log_message(self, format: str, *arguments: object) -> None:
         pass
 
@@ -182,9 +232,11 @@ class _Handler(BaseHTTPRequestHandler):
         header = self.headers.get("Authorization")
         self._token = header.removeprefix("Bearer ") if header else None
         try:
+            if self._is_answered_otherwise(parts.path):
+                return
             for pattern, method, route in _ROUTES:
                 found = re.fullmatch(pattern, parts.path)
-                if found and (self.command == "POST") == (method == "POST"):
+                if found and method == ("GET" if self.command == "HEAD" else self.command):
                     route(self, *(text and unquote(text) for text in found.groups()), query=parse_qs(parts.query))
                     return
             raise _Problem(404, "NotFound")
@@ -194,6 +246,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(problem.status, headers, json.dumps({"error": problem.code}).encode())
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+
+    def _is_answered_otherwise(self, path: str) -> bool:
+        """Whether the request got a fault that was asked for, or was sent on to a repository's new name."""
+        for ending, faults in self.hub.faults.items():
+            if path.endswith(ending) and faults:
+                fault = faults.pop(0)
+                if fault.status == 200:  # none this time
+                    return False
+                self._send(fault.status, fault.headers, b"")
+                return True
+        for old, new in self.hub.renamed.items():
+            if f"/{old}/" in f"{path}/":
+                self._send(307, {"Location": self.path.replace(old, new, 1)}, b"")
+                return True
+        return False
 
     # ---- what can be asked for
 
@@ -209,6 +276,8 @@ class _Handler(BaseHTTPRequestHandler):
             "tags": [],
             "siblings": [{"rfilename": path} for path in sorted(files)],
         }
+        if "blobs" in query:
+            content["siblings"] = [_sibling(path, files[path]) for path in sorted(files)]
         self._json(content)
 
     def tree(self, repo_id: str, revision: str, under: str | None, query: Query) -> None:
@@ -224,9 +293,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def refs(self, repo_id: str, query: Query) -> None:
         self._find(repo_id, None, listing=True)
-        refs = self.hub.repositories[repo_id].refs.items()
-        branches = [{"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in refs]
-        self._json({"branches": branches, "tags": [], "converts": []})
+        repository = self.hub.repositories[repo_id]
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": sha} for name, sha in repository.refs.items()
+        ]
+        tags = [
+            {"name": name, "ref": f"refs/tags/{name}", "targetCommit": sha} for name, sha in repository.tags.items()
+        ]
+        self._json({"branches": branches, "tags": tags, "converts": []})
 
     def resolve(self, repo_id: str, revision: str, name: str, query: Query) -> None:
         sha, files = self._find(repo_id, revision)
@@ -259,7 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
         repo_id = f"{asked.get('organization') or 'tester'}/{asked['name']}"
         status = 409 if repo_id in self.hub.repositories else 200
         if status == 200:
-            self.hub.repositories[repo_id] = Repository()
+            private = bool(asked.get("private")) or asked.get("visibility") == "private"
+            self.hub.repositories[repo_id] = Repository(tokens=[self._writer()] if private else None, private=private)
             self.hub.commit(repo_id, "main", {})
         self._json({"url": f"{self.hub.url}/{repo_id}", "id": repo_id, "name": repo_id}, status)
 
@@ -271,6 +346,38 @@ class _Handler(BaseHTTPRequestHandler):
         refs[branch] = sha
         self._json({})
 
+    def create_tag(self, repo_id: str, revision: str, query: Query) -> None:
+        self._writer()
+        sha, _ = self._find(repo_id, revision)
+        tags = self.hub.repositories[repo_id].tags
+        tag = json.loads(self._body)["tag"]
+        if tag in tags:
+            raise _Problem(409, "Conflict")
+        tags[tag] = sha
+        self._json({})
+
+    def delete_tag(self, repo_id: str, tag: str, query: Query) -> None:
+        self._writer()
+        if self.hub.repositories[repo_id].tags.pop(tag, None) is None:
+            raise _Problem(404, "RevisionNotFound")
+        self._json({})
+
+    def lfs_batch(self, repo_id: str, query: Query) -> None:
+        self._writer()
+        answers: list[dict[str, object]] = []
+        for asked in json.loads(self._body)["objects"]:
+            answer: dict[str, object] = {"oid": asked["oid"], "size": asked["size"]}
+            if asked["oid"] not in self.hub.objects:
+                answer["actions"] = {"upload": {"href": f"{self.hub.url}/lfs-upload/{asked['oid']}"}}
+            answers.append(answer)
+        self._json({"transfer": "basic", "objects": answers})
+
+    def lfs_upload(self, oid: str, query: Query) -> None:
+        if hashlib.sha256(self._body).hexdigest() != oid:
+            raise _Problem(400, "BadRequest")
+        self.hub.objects[oid] = self._body
+        self._json({})
+
     def validate_card(self, query: Query) -> None:
         self._json({"errors": [], "warnings": []})
 
@@ -278,27 +385,47 @@ class _Handler(BaseHTTPRequestHandler):
         _, files = self._find(repo_id, revision)
         answers = []
         for name in (entry["path"] for entry in json.loads(self._body)["files"]):
-            oid = files[name].git if name in files else None
-            answers.append({"path": name, "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
+            is_large = name.endswith(LARGE)
+            oid = (files[name].sha256 if is_large else files[name].git) if name in files else None
+            mode = "lfs" if is_large else "regular"
+            answers.append({"path": name, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._json({"files": answers})
 
     def commit(self, repo_id: str, revision: str, query: Query) -> None:
-        _, files = self._find(repo_id, revision)
+        self._writer()
+        head, files = self._find(repo_id, revision)
+        repository = self.hub.repositories[repo_id]
         changed = dict(files)
         for line in self._body.splitlines():
             key, value = (entry := json.loads(line))["key"], entry["value"]
             if key == "file":
-                changed[value["path"]] = Blob.of(base64.b64decode(value["content"]))
+                content = base64.b64decode(value["content"])
+                changed[value["path"]] = Blob.of(content + b"!" if self.hub.mangles else content)
+            elif key == "lfsFile":
+                changed[value["path"]] = Blob.of(self.hub.objects[value["oid"]])
             elif key == "deletedFile":
                 del changed[value["path"]]
             elif key == "deletedFolder":
                 changed = {p: blob for p, blob in changed.items() if not p.startswith(value["path"].rstrip("/") + "/")}
             elif key != "header":
                 raise _Problem(400, "BadRequest")
+            elif value.get("parentCommit", head) != head:
+                raise _Problem(412, "PreconditionFailed")
+        answer = {}
+        if query.get("create_pr") == ["1"]:
+            number = 1 + sum(name.startswith("refs/pr/") for name in repository.refs)
+            revision = f"refs/pr/{number}"
+            answer["pullRequestUrl"] = f"{self.hub.url}/{repo_id}/discussions/{number}"
         sha = self.hub.commit(repo_id, revision, changed)
-        self._json({"commitUrl": f"{self.hub.url}/{repo_id}/commit/{sha}", "commitOid": sha})
+        self._json({"commitUrl": f"{self.hub.url}/{repo_id}/commit/{sha}", "commitOid": sha, **answer})
 
     # ---- answering
+
+    def _writer(self) -> str:
+        """The token, without which nothing is changed."""
+        if self._token is None:
+            raise _Problem(401, "Unauthorized")
+        return self._token
 
     def _find(self, repo_id: str, revision: str | None, *, listing: bool = False) -> tuple[str, Files]:
         """Commit and files of a revision; the hub's own errors for what is missing or may not be read."""
@@ -309,7 +436,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not allowed and not listing:
             raise _Problem(403 if self._token else 401, "GatedRepo")
         name = revision or "main"
-        sha = repository.refs.get(name, name)
+        sha = {**repository.tags, **repository.refs}.get(name, name)
         if sha not in repository.commits:
             raise _Problem(404, "RevisionNotFound")
         return sha, repository.commits[sha]
@@ -331,16 +458,27 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, headers: Mapping[str, str], body: bytes, name: str = "") -> None:
         path = urlsplit(self.path).path
-        self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), self._token, status))
+        cuts = self.hub.cuts.get(name) if self.command != "HEAD" else None
+        if name in self.hub.spoiled and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        if self.hub.swaps is not None and status == 206:
+            one, other = self.hub.swaps
+            body = other.join(part.replace(other, one) for part in body.split(one))
+        whole = len(body)
+        if cuts:
+            body, self.close_connection = body[: cuts.pop(0)], True
+        sent = 0 if self.command == "HEAD" else len(body)
+        self.hub.requests.append(Request(self.command, path, self.headers.get("Range"), self._token, status, sent))
+        if name and self.command == "GET" and self.headers.get("Range") is None:
+            self.hub.watcher(name)
+            if name in self.hub.stalls:
+                self.hub.stalls[name].wait(60)
         self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+        for key, value in {**headers, "Content-Length": str(whole)}.items():
             self.send_header(key, value)
         self.end_headers()
-        if self.command == "HEAD":
-            return
-        if cuts := self.hub.cuts.get(name):
-            body, self.close_connection = body[: cuts.pop(0)], True
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 _REPO = r"/api/models/([^/]+/[^/]+)"
@@ -357,6 +495,10 @@ _ROUTES: tuple[tuple[str, str, Callable[..., None]], ...] = (
     (r"/api/validate-yaml", "POST", _Handler.validate_card),
     (rf"{_REPO}/preupload/([^/]+)", "POST", _Handler.preupload),
     (rf"{_REPO}/commit/([^/]+)", "POST", _Handler.commit),
+    (rf"{_REPO}/tag/([^/]+)", "POST", _Handler.create_tag),
+    (rf"{_REPO}/tag/([^/]+)", "DELETE", _Handler.delete_tag),
+    (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", "POST", _Handler.lfs_batch),
+    (r"/lfs-upload/([0-9a-f]{64})", "PUT", _Handler.lfs_upload),
 )
 
 
@@ -370,6 +512,14 @@ def _span(asked: str, size: int) -> tuple[int, int] | None:
     else:
         first, last = int(found[1]), min(int(found[2] or size), size - 1)
     return (first, last) if first <= last else None
+
+
+def _sibling(path: str, blob: Blob) -> dict[str, object]:
+    """A file with its size and ids, as ``blobs=true`` asks for them."""
+    entry: dict[str, object] = {"rfilename": path, "size": blob.size, "blobId": blob.git}
+    if path.endswith(LARGE):
+        entry["lfs"] = {"sha256": blob.sha256, "size": blob.size, "pointerSize": 134}
+    return entry
 
 
 def _tree(files: Files, under: str, recursive: bool, sha: str) -> list[dict[str, object]]:

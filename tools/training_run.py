@@ -13,33 +13,56 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import ConversionError, DestinationError, SourceError
-from qwen3conv.converters.manifest import Manifest, read_manifest
+from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
 from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
 from qwen3conv.training.run_record import add_to_record
 
-from .hub import resolve_source
+from .hub import Source, resolve_source
 
 Announce = Callable[[str], None]
 
 _POLL_SECONDS = 0.5
 
 
-def look(source: str, announce: Announce = lambda message: None) -> tuple[Path, Qwen3Config]:
-    """The checkpoint's folder and its config, without which nothing can be trained.
+def look(source: str, announce: Announce = lambda message: None) -> tuple[Source, Qwen3Config]:
+    """The checkpoint's place and its config, without which nothing can be trained.
 
     Raises:
         SourceError: it has none, or is no checkpoint.
     """
-    checkpoint = open_checkpoint(resolve_source(source, announce=announce).path)
+    found = resolve_source(source, announce=announce)
+    checkpoint = open_checkpoint(found.path)
     if checkpoint.config is None:
         raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
-    return checkpoint.path, checkpoint.config
+    return replace(found, path=checkpoint.path), checkpoint.config
+
+
+def resume_from_hub(text: str, folder: Path, announce: Announce = lambda message: None) -> Qwen3Config:
+    """Make ``folder`` a run that goes on from a state on the hub, unless an earlier try did; the model's config.
+
+    Raises:
+        SourceError: no state lies there, or the hub does not give it.
+        DestinationError: ``folder`` is in use for something else.
+    """
+    from .hub_id import parse_hub_id
+    from .hub_state import pull_state
+
+    step = pull_state(parse_hub_id(text), folder, announce=announce)
+    announce(f"{folder}: goes on from step {step} of {text}")
+    return read_config(folder / "source" / ASSETS / "config.json")
+
+
+def check_resumed(run: Run, text: str) -> None:
+    """Refuse to go on with another backend than that of the state, or with adapters."""
+    manifest = read_manifest(run.source)
+    if manifest is None or manifest.format != run.source_format or run.lora is not None:
+        raise DestinationError(f"{text} is the state of another backend; repeat the --backend that it was trained with")
 
 
 def require_training() -> None:
@@ -49,13 +72,14 @@ def require_training() -> None:
         raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
 
 
-def make_source(run: Run, place: Path, source: str, *, needs_template: bool = True) -> None:
-    """Make ``RUN/source`` of the checkpoint in ``place``, unless an earlier try of the same run did.
+def make_source(run: Run, found: Source, source: str, *, needs_template: bool = True) -> None:
+    """Make ``RUN/source`` of the checkpoint in ``found``, unless an earlier try of the same run did.
 
     Raises:
         DestinationError: the folder is in use for something else.
         SourceError: the checkpoint lacks what training needs.
     """
+    place = found.path
     if run.source.is_dir():
         manifest = read_manifest(run.source)
         if manifest is None or manifest.source.get("trains") != str(place.resolve()):
@@ -69,7 +93,7 @@ def make_source(run: Run, place: Path, source: str, *, needs_template: bool = Tr
     if run.folder.exists() and any(run.folder.iterdir()):
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
-    origin = {"path": source, "trains": str(place.resolve())}
+    origin = {**found.origin, "path": source, "trains": str(place.resolve())}
     try:
         carry_out(prepare(place, run.source, run.source_format, origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
@@ -191,6 +215,8 @@ def _export(run: Run, step: int, folder: Path, place: Path, adapter: Path, dtype
         "trained_from": source.fingerprint if source is not None else None,
         "training": about,
     }
+    if source is not None and "hub" in source.source:
+        origin["base_model"] = source.source["hub"]
     choices = replace(DEFAULTS, like=run.assets, dtype=dtype)
     if run.lora is not None:
         choices = replace(DEFAULTS, dtype=dtype, adapter=adapter)

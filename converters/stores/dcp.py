@@ -12,18 +12,22 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ..boxes import Box, Chunk, Shape, StoredTensor, TensorSpec
 from ..dtypes import FROM_TORCH_NAME, itemsize
 from ..errors import SourceError, enumerate_problems
+from ..remote import has_headers_only, remote_of
 from . import torch_zip
 from .contents import Blob, Contents
 from .dcp_metadata import BytesStorageMetadata, Metadata, StorageInfo, TensorStorageMetadata, read_metadata
 
 METADATA_FILE = ".metadata"
+_BIAS = "expert_bias"
 UNLOCATED = -1
 """``Chunk.offset`` of a chunk whose archive has not been opened."""
 
@@ -39,14 +43,18 @@ class _Part(NamedTuple):
 def read_dcp(folder: Path, locate: bool = True) -> Contents:
     """What a DCP folder holds. Only ``.metadata`` and, with ``locate``, the archives' frames are read.
 
-    Without ``locate`` the data files are only measured and every ``Chunk.offset`` is ``UNLOCATED``. Chunks without
+    Without ``locate`` the data files are only measured and every ``Chunk.offset`` is ``UNLOCATED``; those of files that
+    are elsewhere and stay there are too, but for small ones that decisions need. Chunks without
     elements, which the last ranks of an uneven cut write, are left out unless the tensor has none at all.
     Raises ``SourceError`` for an incomplete, truncated, damaged or hostile folder; all problems of a kind at once.
     """
     metadata = read_metadata(metadata_path(folder))
     specs, parts, blobs = _described(folder, metadata)
     sizes = measured(folder, parts, blobs)
-    offsets = _locate(folder, parts) if locate else {}
+    wanted = parts if locate else []
+    if has_headers_only(folder):  # a request each: only what is looked at before anything moves
+        wanted = [part for part in wanted if _BIAS in part.spec.name]
+    offsets = _locate(folder, wanted)
     chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
     for part in parts:
         if part.box.volume or 0 in part.spec.shape:
@@ -160,6 +168,7 @@ def misplaced(fqn: str, info: StorageInfo) -> list[str]:
 def measured(folder: Path, parts: Sequence[_Part], blobs: Mapping[str, StorageInfo]) -> dict[str, int]:
     """Sizes in bytes of all data files, each long enough for what ``.metadata`` places in it."""
     sizes: dict[str, int] = {}
+    remote = remote_of(folder)
     ends: dict[str, tuple[int, str]] = {}
     small: list[str] = []
     for fqn, info, nbytes in (
@@ -174,14 +183,15 @@ def measured(folder: Path, parts: Sequence[_Part], blobs: Mapping[str, StorageIn
     for path, (end, fqn) in sorted(ends.items()):
         try:
             status = os.stat(folder / path)
+            size = remote.files[path].size if remote is not None and path in remote.files else status.st_size
         except OSError as error:
             missing.append(f"{path!r} ({error.strerror})")
             continue
         if not stat.S_ISREG(status.st_mode):
             missing.append(f"{path!r} (not a regular file)")
-        elif status.st_size < end:
-            short.append(f"{path!r}: {status.st_size} bytes, but {fqn!r} ends at {end}")
-        sizes[path] = status.st_size
+        elif size < end:
+            short.append(f"{path!r}: {size} bytes, but {fqn!r} ends at {end}")
+        sizes[path] = size
     if missing:
         heading = f"{folder}: {len(missing)} of {len(ends)} data files are missing; copy them from where it was saved:"
         raise SourceError(enumerate_problems(heading, missing))
@@ -199,17 +209,14 @@ def _locate(folder: Path, parts: Sequence[_Part]) -> dict[StorageInfo, int]:
     while at < len(parts):
         path = parts[at].info.relative_path
         try:
-            descriptor = os.open(folder / path, os.O_RDONLY)
-            try:
+            with _reader(folder, path) as read:
                 while at < len(parts) and parts[at].info.relative_path == path:
                     part = parts[at]
                     at += 1
                     try:
-                        offsets[part.info] = _locate_part(descriptor, part)
+                        offsets[part.info] = _locate_part(read, part)
                     except SourceError as error:
                         problems.append(str(error))
-            finally:
-                os.close(descriptor)
         except OSError as error:
             raise SourceError(f"{folder / path}: cannot be read ({error.strerror})") from None
     if problems:
@@ -217,10 +224,26 @@ def _locate(folder: Path, parts: Sequence[_Part]) -> dict[StorageInfo, int]:
     return offsets
 
 
-def _locate_part(descriptor: int, part: _Part) -> int:
+@contextmanager
+def _reader(folder: Path, path: str) -> Iterator[Callable[[int, int], bytes]]:
+    """What reads ``count`` bytes at an offset of a data file, be it here or elsewhere."""
+    remote = remote_of(folder)
+    if remote is not None and path in remote.files:
+        if not remote.fetches:
+            yield partial(remote.read, path)
+            return
+        remote.fetch(path)
+    descriptor = os.open(folder / path, os.O_RDONLY)
+    try:
+        yield lambda at, size: os.pread(descriptor, size, at)
+    finally:
+        os.close(descriptor)
+
+
+def _locate_part(read: Callable[[int, int], bytes], part: _Part) -> int:
     spec, box, info = part
     where = f"{info.relative_path}: {spec.name!r}"
-    payload = torch_zip.locate(lambda at, size: os.pread(descriptor, size, at), info.offset, info.length, where)
+    payload = torch_zip.locate(read, info.offset, info.length, where)
     if payload.dtype != spec.dtype or payload.shape != box.size:
         raise SourceError(
             f"{where}: the archive holds {payload.dtype} {payload.shape}, .metadata says {spec.dtype} {box.size}; data "

@@ -19,6 +19,7 @@ from ..boxes import Shape
 from ..config_json import unique_keys
 from ..dtypes import ITEMSIZE
 from ..errors import SourceError, enumerate_problems, few, short
+from ..remote import remote_size
 
 MAX_HEADER = 100_000_000  # bytes; the reference library refuses longer headers
 _MAX_DIMS = 64  # torch's limit
@@ -65,11 +66,13 @@ def scan_header(path: Path, label: str, problems: list[str]) -> Header | None:
         if not stat.S_ISREG(status.st_mode):
             problems.append(f"{label}: is not a file")
             return None
+        elsewhere = remote_size(path)
+        size = status.st_size if elsewhere is None else elsewhere
         with path.open("rb") as stream:
             head = stream.read(512)
             length = int.from_bytes(head[:8], "little")
-            if len(head) < 8 or length > min(MAX_HEADER, status.st_size - 8):
-                problems.append(f"{label}: {_start_problem(head, status.st_size)}")
+            if len(head) < 8 or length > min(MAX_HEADER, size - 8):
+                problems.append(f"{label}: {_start_problem(head, size)}")
                 return None
             stream.seek(8)
             raw = stream.read(length)
@@ -89,11 +92,11 @@ def scan_header(path: Path, label: str, problems: list[str]) -> Header | None:
     entries = [(name, entry) for name, value in document.items() if (entry := _read_entry(name, value, found))]
     if not found:
         entries.sort(key=lambda item: (item[1].begin, item[1].end))
-        found.extend(_check_coverage(entries, status.st_size - 8 - length))
+        found.extend(_check_coverage(entries, size - 8 - length))
     if found:
         problems.extend(f"{label}: {problem}" for problem in found)
         return None
-    return Header(dict(entries), metadata, 8 + length, status.st_size)
+    return Header(dict(entries), metadata, 8 + length, size)
 
 
 def parse_object(raw: bytes | str) -> dict[str, object]:

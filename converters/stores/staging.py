@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..errors import DestinationError
+from ..errors import DestinationError, TransferError
 from .contents import OutputFile
 
 JOURNAL = "qwen3conv.journal"
@@ -120,7 +120,10 @@ def check_space(parent: Path, needed: int) -> None:
 
 
 class Stage:
-    """The growing output. Used as a context: on an error it is removed, on an interrupt it is kept for ``--resume``."""
+    """The growing output. Used as a context: on an error it is removed, on an interrupt it is kept for ``--resume``.
+
+    It is kept too when the source stops coming: it may have come for hours.
+    """
 
     def __init__(self, destination: Path, plan_id: str, *, resume: bool, overwrite: bool = False) -> None:
         self.destination, self.folder = destination, partial_path(destination)
@@ -156,7 +159,7 @@ class Stage:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Exception) and not self._spare:
+        if isinstance(error, Exception) and not isinstance(error, TransferError) and not self._spare:
             self._remove()
         os.close(self._journal)  # last, so that nobody else begins while files are being removed
         if isinstance(error, OSError):

@@ -8,15 +8,20 @@ import random
 import struct
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.geometry import Geometry
 from qwen3conv.converters.parameters import logical_parameters
+from qwen3conv.converters.policies import Choices
 from qwen3conv.tools.cli.main import cli
+from tests.hub_server import Hub, client_environment, serve_hub
 from tests.models import saved_model
 
 Run = Callable[..., Result]
@@ -42,6 +47,16 @@ def write_model(folder: Path, geometry: Geometry = TINY, *, tied: bool = False, 
     if config:
         (folder / "config.json").write_text(json.dumps(config_of(geometry, tied)))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+def write_sharded(folder: Path) -> Path:
+    """The same with an untied head in five weight files and an index."""
+    choices = Choices(shard_bytes=3000)
+    with tempfile.TemporaryDirectory() as room:
+        carry_out(prepare(write_model(Path(room) / "whole"), folder, "hf", choices))
+    (folder / "qwen3conv.json").unlink()
+    assert len(list(folder.glob("model-*-of-00005.safetensors"))) == 5
     return folder
 
 
@@ -89,6 +104,37 @@ def process(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None
         env=env or environment(),
         timeout=120,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HubClient:
+    """Runs commands against a hub, in a folder and with a cache of their own."""
+
+    hub: Hub
+    folder: Path
+
+    @property
+    def cache(self) -> Path:
+        """``HF_HOME``."""
+        return self.folder / "hf-home"
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """Variables of a process that uses the hub."""
+        return environment(**{**client_environment(self.hub, self.cache), **more})
+
+    def run(self, *arguments: str | Path, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end; an exit code other than ``code`` fails the test."""
+        ran = process(*arguments, cwd=self.folder, env=self.environment(**env))
+        assert ran.returncode == code, f"exit {ran.returncode}\n{ran.stdout}{ran.stderr}"
+        assert "--debug" in arguments or "Traceback" not in ran.stderr
+        return ran
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[HubClient]:
+    """A client of an empty hub."""
+    with serve_hub() as hub:
+        yield HubClient(hub, tmp_path)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ from qwen3conv.tools.cli.command import Command
 from qwen3conv.tools.cli.main import cli
 from tests.adapters import factors, write_adapter
 from tests.cli.conftest import TINY_MOE, Run, environment, flip_byte, process, write_model
+from tests.hub_server import client_environment, serve_hub
 from tests.models import DENSE, MOE
 
 COMMANDS = {name: command for name, command in cli.commands.items() if isinstance(command, Command)}
@@ -89,9 +91,13 @@ def test_the_example_runs_as_it_stands(name: str, workshop: Path, tmp_path: Path
     if destination is not None and destination.exists():
         shutil.rmtree(destination)
     path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    ran = subprocess.run(
-        ["bash", "-c", command.example], cwd=folder, env=environment(PATH=path), capture_output=True, text=True
-    )
+    with contextlib.ExitStack() as stack:
+        variables = environment(PATH=path)
+        if name in ("pull", "push"):
+            hub = stack.enter_context(serve_hub())
+            hub.add("Qwen/Qwen3-0.6B", folder / "Qwen" / "Qwen3-0.6B")
+            variables |= {**client_environment(hub, folder / "hf-home"), "HF_TOKEN": "hf_good"}
+        ran = subprocess.run(["bash", "-c", command.example], cwd=folder, env=variables, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     if destination is not None:
         assert destination.is_dir() == (name != "plan")

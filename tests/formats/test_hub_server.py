@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -11,20 +12,22 @@ from typing import Any
 
 import httpx
 import pytest
-from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
-from tests.hub_server import Hub, client_environment, serve_hub
+from tests.hub_server import Fault, Hub, client_environment, serve_hub
 from tests.models import make_moe
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # of which the server has nothing
     with serve_hub() as hub:
         yield hub
 
@@ -187,6 +190,66 @@ def test_a_pushed_folder_comes_back_and_only_changes_are_sent(hub: Hub, folder: 
     api.delete_file("config.json", "me/pushed", revision="next")
     assert hub.files("me/pushed", "next").keys() == contents(folder).keys() - {"config.json"}
     assert hub.files("me/pushed") == contents(folder)
+
+
+def test_large_files_are_sent_once_even_when_the_commit_never_came(hub: Hub, folder: Path) -> None:
+    api = HfApi(endpoint=hub.url, token="hf_granted")
+    api.create_repo("me/pushed")
+    adding = [CommitOperationAdd("model.safetensors", folder / "model.safetensors")]
+    api.preupload_lfs_files("me/pushed", adding, free_memory=False)
+    assert hub.files("me/pushed") == {}
+    hub.requests.clear()
+    again = [CommitOperationAdd("model.safetensors", folder / "model.safetensors")]
+    commit = api.create_commit("me/pushed", again, commit_message="again")
+    assert not [request for request in hub.requests if request.method == "PUT"]
+    assert hub.files("me/pushed", commit.oid) == {"model.safetensors": (folder / "model.safetensors").read_bytes()}
+
+
+def test_pull_requests_tags_and_private_repositories(hub: Hub, folder: Path) -> None:
+    api = HfApi(endpoint=hub.url, token="hf_granted")
+    api.create_repo("me/pushed", private=True)
+    with pytest.raises(RepositoryNotFoundError):
+        HfApi(endpoint=hub.url, token=False).model_info("me/pushed")
+    first = api.create_commit(
+        "me/pushed", [CommitOperationAdd("config.json", folder / "config.json")], commit_message="a"
+    )
+    api.create_tag("me/pushed", tag="step-1")
+    proposed = api.create_commit("me/pushed", [CommitOperationAdd("b.json", b"{}")], commit_message="b", create_pr=True)
+    assert proposed.pr_revision == "refs/pr/1"
+    assert hub.files("me/pushed", "refs/pr/1").keys() == {"config.json", "b.json"}
+    assert hub.files("me/pushed").keys() == hub.files("me/pushed", "step-1").keys() == {"config.json"}
+    assert {tag.name: tag.target_commit for tag in api.list_repo_refs("me/pushed").tags} == {"step-1": first.oid}
+    with pytest.raises(HfHubHTTPError, match="409"):
+        api.create_tag("me/pushed", tag="step-1")
+    api.delete_tag("me/pushed", tag="step-1")
+    with pytest.raises(RevisionNotFoundError):
+        api.model_info("me/pushed", revision="step-1")
+
+
+def test_names_sizes_and_hashes_come_in_one_answer(hub: Hub, folder: Path) -> None:
+    hub.add("Qwen/Tiny", folder)
+    info = HfApi(endpoint=hub.url, token=False).model_info("Qwen/Tiny", files_metadata=True)
+    assert info.siblings is not None
+    found = {sibling.rfilename: sibling for sibling in info.siblings}
+    assert found["config.json"].size == 23
+    assert found["config.json"].lfs is None
+    large = found["model.safetensors"].lfs
+    assert large is not None
+    assert large.sha256 == hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_faults_come_as_often_as_they_were_asked_for(hub: Hub, folder: Path) -> None:
+    hub.add("Qwen/Tiny", folder)
+    hub.renamed["Qwen/Old"] = "Qwen/Tiny"
+    hub.spoiled.add("model.safetensors")
+    hub.faults["/resolve/main/config.json"] = [Fault(429, {"Retry-After": "0"}), Fault(503)]
+    url = f"{hub.url}/Qwen/Old/resolve/main"
+    answers = [httpx.get(f"{url}/config.json", follow_redirects=True) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [429, 503, 200]
+    assert answers[-1].url.path == "/Qwen/Tiny/resolve/main/config.json"
+    spoiled = httpx.get(f"{url}/model.safetensors", follow_redirects=True).content
+    whole = (folder / "model.safetensors").read_bytes()
+    assert [i for i, pair in enumerate(zip(spoiled, whole, strict=True)) if pair[0] != pair[1]] == [len(whole) - 1]
 
 
 def test_transformers_loads_a_model_from_it_in_a_fresh_process(hub: Hub, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from qwen3conv.converters.conversion import Conversion
     from qwen3conv.converters.manifest import Manifest
     from qwen3conv.converters.policies import Policy
+    from qwen3conv.tools.hub import Source
 
 _FILES_SHOWN = 12
 
@@ -57,7 +58,7 @@ def convert(source: str, destination: Path, to: str, options: Options) -> None:
 @source_argument("source", "SRC")
 @click.argument("destination", type=DESTINATION, metavar="DST")
 @to_option()
-@conversion_options(without=("dry_run",))
+@conversion_options(without=("dry_run", "keep_download"))
 def plan(source: str, destination: Path, to: str, options: Options) -> None:
     """What a conversion would read, write, cast and drop.
 
@@ -80,18 +81,34 @@ def run_conversion(
 
     ``refuses`` is the kind of source the command makes; ``adapter`` a LoRA adapter to add to the weights.
     """
-    from qwen3conv import __version__
-    from qwen3conv.converters.conversion import carry_out, prepare
-    from qwen3conv.converters.stores.staging import check_destination, whole
-    from qwen3conv.tools.hub import resolve_adapter, resolve_like, resolve_source
+    from qwen3conv.converters.stores.staging import check_destination
+    from qwen3conv.tools.hub_remote import headers_of, streamed
 
     options.check(to)
     plans_only = plans_only or options.dry_run
     if not plans_only:  # before a download of gigabytes, not after
         check_destination(destination, overwrite=options.overwrite, resume=options.resume)
-    found = resolve_source(source, announce=note)
-    if refuses is not None:
-        _check_direction(found.path, source, destination, refuses)
+    place = (
+        headers_of(source, announce=note)
+        if plans_only
+        else streamed(source, destination, resume=options.resume, keeps=options.keep_download, announce=note)
+    )
+    with place as found:
+        if refuses is not None:
+            _check_direction(found.path, source, destination, refuses)
+        _convert(found, destination, to, options, plans_only=plans_only, adapter=adapter)
+
+
+def _convert(
+    found: Source, destination: Path, to: str, options: Options, *, plans_only: bool, adapter: str | None
+) -> None:
+    from qwen3conv import __version__
+    from qwen3conv.converters.conversion import carry_out, prepare
+    from qwen3conv.converters.remote import remote_of
+    from qwen3conv.converters.stores.staging import whole
+    from qwen3conv.tools.hub import resolve_adapter, resolve_like
+    from qwen3conv.tools.hub_files import HubFiles
+
     origin: dict[str, object] = {**found.origin}
     like = None
     if options.like is not None:
@@ -109,7 +126,12 @@ def run_conversion(
         _show_plan(conversion, options)
         return
     begun = time.monotonic()
-    with progress("converting", conversion.read_bytes) as advance:
+    remote = remote_of(found.path)
+    fetches = remote if isinstance(remote, HubFiles) else None
+    coming = fetches.bytes_to_fetch(_read_bytes_by_file(conversion)) if fetches is not None else 0
+    with progress("converting", conversion.read_bytes + coming) as advance:
+        if fetches is not None:
+            fetches.advance = advance
         manifest = carry_out(
             conversion,
             workers=options.workers,

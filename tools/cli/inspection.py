@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +29,17 @@ _OTHERS_SHOWN = 3
 def inspect(path: str, tensors: bool, like: str | None, query_heads: Queries | None, json: bool) -> None:
     """What a folder is, whether it is whole, what will bite.
 
-    Only headers are read. The exit code is 0 for an incomplete checkpoint too; --json says `complete`.
+    Only headers are read, of a hub id too. The exit code is 0 for an incomplete checkpoint too; --json says `complete`.
     """
     from qwen3conv.converters.inspection import inspect as examine
-    from qwen3conv.tools.hub import resolve_like, resolve_source
+    from qwen3conv.tools.hub import resolve_like
+    from qwen3conv.tools.hub_remote import headers_of
 
     config = None if like is None else resolve_like(like, announce=note).path
-    report = examine(resolve_source(path, announce=note).path, like=config, queries=query_heads)
+    with headers_of(path, announce=note) as found:
+        report = examine(found.path, like=config, queries=query_heads)
+        if "hub" in found.origin:
+            report = replace(report, path=Path(path))
     if json:
         print_json(report.to_dict(tensors=tensors))
         return

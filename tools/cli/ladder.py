@@ -80,7 +80,7 @@ def ladder(
     require_training()
     from qwen3conv.training.devices import choose_device
 
-    place, config = look(source, note)
+    found_source, config = look(source, note)
     chosen = choose_device(device)
     compiler = compile_backend or {"neuron": "neuron", "cpu": "aot_eager"}.get(chosen, "inductor")
     all_rungs = usual_rungs(tp, fsdp, is_moe=config.geometry.is_moe, compile_backend=compiler)
@@ -93,7 +93,7 @@ def ladder(
         all_rungs = [rung for rung in all_rungs if rung.name in names]
     base = Run(output, data, recipe=recipe, steps=steps, seq_len=seq_len, batch_size=batch_size or fsdp, device=chosen)
     check_rungs(base, all_rungs, config)
-    make_source(base, place, source, needs_template=False)
+    make_source(base, found_source, source, needs_template=False)
     check_data(base)
     climbed = []
     settings = {

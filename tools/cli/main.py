@@ -23,6 +23,7 @@ from qwen3conv.converters.errors import ConversionError
 from .command import DEBUG, Command, debug_option
 from .completion import completion
 from .conversion import convert, dcp_to_hf, hf_to_dcp, plan
+from .hub import pull, push
 from .inspection import formats, inspect
 from .ladder import ladder
 from .lora import merge_lora
@@ -87,15 +88,15 @@ class Main(click.Group):
 def cli() -> None:
     """Convert, check and compare Qwen3 checkpoints, bit for bit.
 
-    A SRC or PATH is a folder, or a hub id (org/name[@revision][:subfolder]) that is downloaded first. A folder of that
-    name wins over the hub.
+    A SRC or PATH is a folder, or a hub id (org/name[@revision][:subfolder]), of which no more is fetched than is
+    needed. A folder of that name wins over the hub.
     """
 
 
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, train, runs, ladder, simulate, completion):
+for _command in (*_CONVERTING, *_PROVING, pull, push, train, runs, ladder, simulate, completion):
     cli.add_command(_command)
 
 

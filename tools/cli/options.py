@@ -59,6 +59,7 @@ class Options:
     max_memory: int | None = None
     no_digests: bool = False
     dry_run: bool = False
+    keep_download: bool = False
 
     def check(self, to: str) -> None:
         """Refuse options that say nothing about format ``to``: taken in silence, they would be a surprise.
@@ -257,6 +258,10 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
         ),
     ),
     ("no_digests", click.option("--no-digests", is_flag=True, help="Write no digests: faster, but no proof.")),
+    (
+        "keep_download",
+        click.option("--keep-download", is_flag=True, help="Keep what a hub id fetches in the hub's cache."),
+    ),
     ("dry_run", click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")),
     ("json", json_option),
 )

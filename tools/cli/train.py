@@ -25,7 +25,10 @@ _DTYPES = ("source", "float32", "bfloat16")
     example="qwen3conv train --from Qwen/Qwen3-0.6B --data text.jsonl --output run --fsdp 2 --print",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
+@click.option("--from", "source", type=Place(), metavar="SRC", help="A checkpoint of any format.")
+@click.option(
+    "--resume", type=Place(), metavar="ORG/RUN[@STEP]", help="In place of --from: a state that push --state sent."
+)
 @click.option(
     "--data",
     required=True,
@@ -73,7 +76,8 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN_FLAGS]...")
 @json_option
 def train(
-    source: str,
+    source: str | None,
+    resume: str | None,
     data: str,
     validation: str | None,
     validate_every: int | None,
@@ -108,17 +112,31 @@ def train(
 
     SRC becomes RUN/source, which torchtitan loads; its checkpoints go to RUN/checkpoint, the trained model to
     RUN/export, and what happened to RUN/run.json. The same command again goes on where the run stopped, on another mesh
-    too. Further flags are torchtitan's own.
+    too; with --resume a run goes on that was sent to the hub, optimizer and data position included. Further flags are
+    torchtitan's own.
     """
     from qwen3conv.converters.dtypes import FROM_TORCH_NAME
     from qwen3conv.converters.placement import Mesh
-    from qwen3conv.tools.training_run import carry_out_run, check_data, look, make_source, require_training
+    from qwen3conv.tools.training_run import (
+        carry_out_run,
+        check_data,
+        check_resumed,
+        look,
+        make_source,
+        require_training,
+        resume_from_hub,
+    )
     from qwen3conv.training.launch import Run, check_run, read_record, typed
     from qwen3conv.training.layouts import LAYOUT
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
-    place, config = look(source)
+    if (source is None) == (resume is None):
+        raise click.UsageError("give either --from, a checkpoint to start from, or --resume, a run to go on with")
+    if source is not None:
+        place, config = look(source, announce=note)
+    else:
+        config = resume_from_hub(resume or "", output, announce=note)
     layout = Mesh() if model is None else LAYOUT[model]
     run = Run(
         output,
@@ -148,7 +166,10 @@ def train(
         say(typed(run.command()))
         return
     require_training()
-    make_source(run, place, source)
+    if source is not None:
+        make_source(run, place, source)
+    else:
+        check_resumed(run, resume or "")
     check_data(run)
     if run.changes_data_ranks():
         warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
