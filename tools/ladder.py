@@ -65,14 +65,17 @@ class Climbed:
 
 
 def usual_rungs(tp: int, fsdp: int, *, is_moe: bool, compile_backend: str) -> list[Rung]:
-    """Eager on one rank, FSDP, TP, both, compiled on the largest mesh, and for MoE our expert operator."""
+    """Eager on one rank, FSDP, TP, both, compiled, and for MoE our expert operator.
+
+    The compiled rung has no TP: torch 2.13 does not compile torchtitan 0.3's tensor parallelism. ``--rung`` adds one.
+    """
     both = Mesh(tp=tp, fsdp=fsdp)
     rungs = [
         Rung("eager", "one process, eager"),
         Rung("fsdp", "FSDP", Mesh(fsdp=fsdp)),
         Rung("tp", "tensor parallelism", Mesh(tp=tp)),
         Rung("tp-fsdp", "TP x FSDP together", both),
-        Rung("compile", f"torch.compile ({compile_backend})", both, compile=compile_backend),
+        Rung("compile", f"torch.compile ({compile_backend})", Mesh(fsdp=fsdp), compile=compile_backend),
     ]
     return [*rungs, Rung("nki", "experts by qwen3conv::moe_experts", both, "nki-moe")] if is_moe else rungs
 
