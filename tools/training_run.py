@@ -16,7 +16,7 @@ from typing import IO
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
-from qwen3conv.converters.errors import ConversionError, DestinationError, SourceError
+from qwen3conv.converters.errors import ConversionError, DestinationError, PolicyError, SourceError
 from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
@@ -24,6 +24,7 @@ from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_recor
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import Source, resolve_source
+from .simulate import CORE_BYTES, Job, held_by_rank, suggest
 
 Announce = Callable[[str], None]
 
@@ -105,6 +106,46 @@ def make_source(run: Run, found: Source, source: str, *, needs_template: bool = 
         if not os.listdir(run.folder):
             run.folder.rmdir()
         raise
+
+
+def check_memory(run: Run, config: Qwen3Config, device: str) -> None:
+    """Refuse a run whose parameters, gradients and optimizer state alone are more than a rank's memory.
+
+    Activations are not counted: they are an estimate.
+
+    Raises:
+        PolicyError: with the numbers, and with degrees that would do.
+    """
+    job = Job(
+        config.geometry,
+        config.tie_word_embeddings,
+        config.num_experts_per_tok or 1,
+        run.mesh,
+        compute_bytes=4 if device == "cpu" else 2,
+    )
+    held = held_by_rank(job, [0])[0]
+    needed = held.weights if run.lora is not None else held.weights + held.gradients + held.optimizer
+    memory = _memory_of_rank(device, run.mesh.ranks)
+    if needed <= memory:
+        return
+    fits = next((one.mesh for ranks in (8, 16, 32, 64) for one in suggest(job, ranks, memory) if one.fits), None)
+    where = f"; {fits} would, on as many devices" if fits is not None and device != "cpu" else ""
+    what = "parameters" if run.lora is not None else "parameters, gradients and optimizer state"
+    raise PolicyError(
+        f"each of {run.mesh.ranks} ranks would hold {needed / 1e9:,.1f} GB of {what}, and has {memory / 1e9:,.1f} GB"
+        f"{where}; qwen3conv simulate --from SRC --suggest lists more"
+    )
+
+
+def _memory_of_rank(device: str, ranks: int) -> int:
+    """Bytes: of its accelerator, or its share of the machine's."""
+    if device == "neuron":
+        return CORE_BYTES
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.get_device_properties(0).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks
 
 
 def check_data(run: Run) -> None:

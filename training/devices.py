@@ -18,6 +18,8 @@ import torch
 
 from qwen3conv.converters.errors import ConversionError
 
+from .neuron_probe import ADVICE, torch_neuronx
+
 _TRAIN_EXTRA = "pip install 'qwen3conv[train]'"
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 """The one module through which ``import torchtitan.models`` needs triton; used by one expert-parallel backend only."""
@@ -45,9 +47,11 @@ def choose_device(wanted: str | None = None) -> str:
         return (*usable, "cpu")[0]
     if wanted == "cpu" or wanted in usable or (wanted not in ("neuron", "cuda") and _is_usable(wanted)):
         return wanted
+    advice = "choose one of these, or install the PyTorch build for that device"
+    if wanted == "neuron":
+        advice = ADVICE.get(torch_neuronx(), "native TorchNeuron is here and reports no device: see neuron-ls")
     raise MissingPackageError(
-        f"device {wanted!r} cannot be used here (usable: {', '.join((*usable, 'cpu'))}); "
-        "choose one of these, or install the PyTorch build for that device"
+        f"device {wanted!r} cannot be used here (usable: {', '.join((*usable, 'cpu'))}); {advice}"
     )
 
 

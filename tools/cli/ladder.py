@@ -14,12 +14,15 @@ from .values import Place
 
 
 @click.command(
-    cls=Command, example="qwen3conv ladder --from Qwen/Qwen3-0.6B --data text.jsonl --output ladder --tp 4 --fsdp 16"
+    cls=Command,
+    example="qwen3conv ladder --from Qwen/Qwen3-0.6B --data text.jsonl --output ladder --rungs eager,tp --print",
 )
 @click.option("--from", "source", type=Place(), required=True, metavar="SRC", help="A checkpoint of any format.")
 @click.option("--data", required=True, metavar="ROWS", help="Rows as for train; texts, chats or completions.")
 @click.option("--output", type=DESTINATION, required=True, metavar="FOLDER", help="Again, to go on where it stopped.")
-@click.option("--recipe", type=click.Choice(["sft", "tiny_sft"]), default="sft", show_default=True)
+@click.option(
+    "--recipe", type=click.Choice(["sft", "tiny_sft"]), default="sft", show_default=True, help="As for train."
+)
 @click.option("--steps", type=click.IntRange(min=4), default=6, show_default=True, metavar="N", help="Of each rung.")
 @click.option("--seq-len", type=click.IntRange(min=1), metavar="N", help="Tokens per sequence. Default: the recipe's.")
 @click.option("--batch-size", type=click.IntRange(min=1), metavar="N", help="Sequences per step. Default: --fsdp.")
@@ -46,6 +49,7 @@ from .values import Place
     metavar="X",
     help="Relative, of losses and gradient norms. 1e-3 suits float32; bfloat16 wants 2e-2.",
 )
+@click.option("--print", "prints", is_flag=True, help="Print the rungs' commands, and do nothing.")
 @json_option
 @click.pass_context
 def ladder(
@@ -64,6 +68,7 @@ def ladder(
     rungs: str | None,
     own: tuple[str, ...],
     tolerance: float,
+    prints: bool,
     json: bool,
 ) -> None:
     """Run a few steps on one process, then FSDP, TP, both, compiled, with our operator; stop where losses part.
@@ -72,10 +77,10 @@ def ladder(
     rung's run. Exit 0 if all agree, 3 if one computes something else, 1 if one fails.
     """
     from qwen3conv.converters.errors import ConversionError, PolicyError
-    from qwen3conv.tools.ladder import check_rungs, climb, parse_rung, usual_rungs, write_ladder
+    from qwen3conv.tools.ladder import check_rungs, climb, parse_rung, run_of, usual_rungs, write_ladder
     from qwen3conv.tools.ladder_picture import draw_ladder
     from qwen3conv.tools.training_run import check_data, look, make_source, require_training
-    from qwen3conv.training.launch import Run
+    from qwen3conv.training.launch import Run, typed
 
     require_training()
     from qwen3conv.training.devices import choose_device
@@ -93,6 +98,10 @@ def ladder(
         all_rungs = [rung for rung in all_rungs if rung.name in names]
     base = Run(output, data, recipe=recipe, steps=steps, seq_len=seq_len, batch_size=batch_size or fsdp, device=chosen)
     check_rungs(base, all_rungs, config)
+    if prints:
+        for rung in all_rungs:
+            say(f"{rung.name}: {typed(run_of(base, rung, output / 'rungs' / rung.name).command())}")
+        return
     make_source(base, found_source, source, needs_template=False)
     check_data(base)
     climbed = []

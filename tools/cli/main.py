@@ -23,6 +23,7 @@ from qwen3conv.converters.errors import ConversionError
 from .command import DEBUG, Command, debug_option
 from .completion import completion
 from .conversion import convert, dcp_to_hf, hf_to_dcp, plan
+from .doctor import doctor
 from .hub import pull, push
 from .inspection import formats, inspect
 from .ladder import ladder
@@ -96,7 +97,7 @@ def cli() -> None:
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, pull, push, train, runs, ladder, simulate, completion):
+for _command in (*_CONVERTING, *_PROVING, pull, push, train, runs, ladder, simulate, doctor, completion):
     cli.add_command(_command)
 
 

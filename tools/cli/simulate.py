@@ -14,6 +14,7 @@ from .output import format_bytes, format_count, note, print_json, print_table, s
 from .values import Place, Size
 
 if TYPE_CHECKING:
+    from qwen3conv.converters.geometry import Geometry
     from qwen3conv.tools.simulate import Held, Job
 
 _SHOWN = 8
@@ -102,25 +103,16 @@ def simulate(
     _show(job, held, sent, room)
 
 
-def _model(model: str | None, source: str | None) -> tuple[Any, bool, int]:
+def _model(model: str | None, source: str | None) -> tuple[Geometry, bool, int]:
     """Sizes, whether the head is tied, and experts per token."""
-    from qwen3conv.converters.errors import PolicyError
-    from qwen3conv.converters.variants import GEOMETRIES, RELEASES
+    if source is None:
+        from qwen3conv.tools.released import released
 
-    if source is not None:
-        from qwen3conv.tools.training_run import look
+        return released(model or "")
+    from qwen3conv.tools.training_run import look
 
-        config = look(source, note)[1]
-        return config.geometry, config.tie_word_embeddings, config.num_experts_per_tok or 1
-    text = (model or "").removeprefix("Qwen/").removeprefix("Qwen3-").lower()
-    for release in RELEASES:
-        if any(name.removeprefix("Qwen3-").lower() == text for name in release.names):
-            return release.geometry, release.tie_word_embeddings, release.num_experts_per_tok or 1
-    for size, geometry in GEOMETRIES.items():
-        if size.lower() == text:
-            release = next(one for one in RELEASES if one.geometry == geometry)
-            return geometry, release.tie_word_embeddings, release.num_experts_per_tok or 1
-    raise PolicyError(f"{model} is no released model; there are {', '.join(GEOMETRIES)}")
+    config = look(source, note)[1]
+    return config.geometry, config.tie_word_embeddings, config.num_experts_per_tok or 1
 
 
 def _document(job: Job, held: list[Held], sent: dict[str, int], memory: int) -> dict[str, Any]:

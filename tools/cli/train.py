@@ -120,6 +120,7 @@ def train(
     from qwen3conv.tools.training_run import (
         carry_out_run,
         check_data,
+        check_memory,
         check_resumed,
         look,
         make_source,
@@ -166,6 +167,9 @@ def train(
         say(typed(run.command()))
         return
     require_training()
+    from qwen3conv.training.devices import choose_device  # it loads torch
+
+    check_memory(run, config, choose_device(device))
     if source is not None:
         make_source(run, place, source)
     else:
