@@ -14,7 +14,7 @@ from .access import load, store
 from .core import Core, current_core
 from .dtypes import Array
 from .errors import CallError, EmulationError
-from .storage import called_from, check_alive, psum, sbuf
+from .storage import check_alive, psum, sbuf
 from .tensors import Register, Tensor
 
 P = ParamSpec("P")
@@ -41,19 +41,21 @@ class Instruction(NamedTuple):
 
 
 def instruction(op: Callable[P, None]) -> Callable[P, Instruction]:
-    """Make ``op`` an instruction: all but ``dst`` by keyword; errors name the op and the kernel's line."""
+    """Make ``op`` an instruction: all but ``dst`` by keyword; errors name the op."""
     signature = inspect.signature(op)
+    bare = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    plain = inspect.Signature(bare)
 
     @functools.wraps(op)
     def emit(*args: P.args, **kwargs: P.kwargs) -> Instruction:
-        where = f"nisa.{op.__name__} at {called_from()}"
+        where = f"nisa.{op.__name__}"
         core = current_core()
         if len(args) > 1:
             raise CallError(f"{where}: pass all but dst by keyword, positions differ between versions of NKI")
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise CallError(f"{where}: {error}; the signature is {op.__name__}{signature}") from None
+            raise CallError(f"{where}: {error}; the signature is {op.__name__}{plain}") from None
         bound.apply_defaults()
         core.count(op.__name__)
         for tensor in operands(bound.arguments.values()):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -14,7 +16,7 @@ import numpy as np
 from .core import CORE, Core, CoreReport
 from .dtypes import Array, of_array
 from .errors import CallError, EmulationError
-from .storage import Storage, argument, shared_hbm
+from .storage import HERE, Storage, argument, shared_hbm
 from .subset import check_source
 from .tensors import Tensor, whole
 
@@ -102,6 +104,8 @@ def _launch(function: Callable[..., Any], lnc: int, args: Any, kwargs: Any) -> A
         try:
             results.append(function(**{**bound.arguments, **tensors}))
             reports.append(core.report())
+        except EmulationError as error:
+            raise type(error)(f"{_kernel_line(error, function)}: {error}") from error
         finally:
             CORE.reset(token)
             core.scope.alive = False
@@ -111,6 +115,12 @@ def _launch(function: Callable[..., Any], lnc: int, args: Any, kwargs: Any) -> A
         raise EmulationError(f"the cores' run-time loops differ in trips: {[report.trips for report in reports]}")
     emulation.runs.append(Run(function.__name__, tuple(reports)))
     return _returned(results, as_torch=any(_is_torch(value) for value in given))
+
+
+def _kernel_line(error: EmulationError, function: Callable[..., Any]) -> str:
+    """``file.py:line`` of the kernel's statement that raised, or the kernel's name where it had ended."""
+    lines = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(HERE)]
+    return f"{Path(lines[-1].filename).name}:{lines[-1].lineno}" if lines else function.__name__
 
 
 def _returned(results: list[Any], as_torch: bool) -> Any:

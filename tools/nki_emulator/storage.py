@@ -20,7 +20,7 @@ MAX_PARTITIONS = 128
 NEVER_WRITTEN, OTHER_OP = 0, -1
 """States of a PSUM element; a positive one is the scope whose matmul wrote it."""
 
-_HERE = str(Path(__file__).parent)
+HERE = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Storage:
 def called_from() -> str:
     """``file.py:line`` of the kernel's statement that is running."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, "<")):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((HERE, "<")):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
@@ -100,12 +100,13 @@ def allocate(core: Core, shape: Any, dtype: Any, buffer: Any, name: str) -> Stor
     if buffer == shared_hbm:
         return _shared(core, shape, dtype, name)
     label = (core.scope.allocated,) if core.body is not None else (core.scope.serial, core.scope.allocated)
-    flat = fresh(prod(shape), dtype)
-    storage = Storage(name, buffer, shape, dtype, flat, core.scope, label, np.zeros(flat.size, np.bool_))
+    lifetime = None
     if buffer.on_chip:
-        _check_tile(storage)
-        size = storage.row * dtype.size
-        storage.lifetime = core.capacity.allocate(name, buffer.name, size, counted=core.iteration == 0)
+        size = prod(shape[1:]) * dtype.size
+        _check_tile(name, shape, size, buffer)
+        lifetime = core.capacity.allocate(name, buffer.name, size, counted=core.iteration == 0)
+    flat = fresh(prod(shape), dtype)
+    storage = Storage(name, buffer, shape, dtype, flat, core.scope, label, np.zeros(flat.size, np.bool_), lifetime)
     if buffer == psum:
         storage.matmul, storage.unread = np.zeros(flat.size, np.int32), np.zeros(flat.size, np.bool_)
     return storage
@@ -120,14 +121,12 @@ def _checked_shape(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _check_tile(storage: Storage) -> None:
-    shape, name = storage.shape, storage.name
+def _check_tile(name: str, shape: tuple[int, ...], size: int, buffer: Buffer) -> None:
     if len(shape) < 2:
         raise EmulationError(f"{name} has shape {shape}; tensors on the chip have at least two dimensions")
     if shape[0] > MAX_PARTITIONS:
         raise EmulationError(f"{name} has {shape[0]} partitions (dimension 0); there are {MAX_PARTITIONS}")
-    size = storage.row * storage.dtype.size
-    if storage.buffer == psum and size > BANK_BYTES and size % BANK_BYTES:
+    if buffer == psum and size > BANK_BYTES and size % BANK_BYTES:
         raise EmulationError(
             f"{name} takes {size} bytes per partition: a PSUM tile fits one bank of {BANK_BYTES} or spans whole banks"
         )

@@ -1,0 +1,87 @@
+"""Which NKI runs the kernels of these tests: the emulator always, the real simulator and a device where they are.
+
+Only the emulator was ever run here. The simulator (``nki.simulate``, target trn2) and the device were not: those two
+branches are written from AWS Neuron 2.33's documentation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from qwen3conv.tools.nki_emulator import Emulation, emulated_nki
+from qwen3conv.training import neuron_probe
+from qwen3conv.training.devices import choose_device
+
+
+def runners() -> list[str]:
+    """Where kernels can run on this machine."""
+    found = ["emulator"]
+    if neuron_probe.nki() == "real":
+        found.append("simulator")
+        if choose_device() == "neuron":
+            found.append("device")
+    return found
+
+
+@dataclass(frozen=True)
+class NkiRunner:
+    """Loads modules that hold kernels, and launches those on NumPy arrays."""
+
+    where: str
+    emulation: Emulation | None
+
+    def load(self, module: str) -> ModuleType:
+        """The module, imported with the ``nki`` of this runner."""
+        return importlib.import_module(module)
+
+    def run(self, kernel: Any, *args: Any, lnc: int = 1, **kwargs: Any) -> Any:
+        """What the kernel returns for NumPy ``args``, as NumPy; skips the test where the device is of another LNC."""
+        launched = kernel if lnc == 1 else kernel[lnc]
+        if self.where == "emulator":
+            return launched(*args, **kwargs)
+        if self.where == "simulator":
+            return importlib.import_module("nki").simulate(launched)(*args, **kwargs)
+        if lnc != device_lnc():
+            pytest.skip(f"the device runs LNC {device_lnc()}, this test is of LNC {lnc}")
+        outputs = launched(*(to_device(arg) if isinstance(arg, np.ndarray) else arg for arg in args), **kwargs)
+        return tuple(map(from_device, outputs)) if isinstance(outputs, tuple | list) else from_device(outputs)
+
+
+@pytest.fixture(params=runners())
+def nki_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NkiRunner]:
+    """Every kernel test runs once for each of ``runners()``."""
+    if request.param == "emulator":
+        with emulated_nki() as emulation:
+            yield NkiRunner("emulator", emulation)
+        return
+    # Without a target the simulator takes trn3, whose limits are wider.
+    monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn2")
+    yield NkiRunner(request.param, None)
+
+
+def device_lnc() -> int:
+    """Physical cores per logical one; 2 unless set on trn2."""
+    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+
+
+def to_device(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to("neuron")
+    return torch.from_numpy(array).to("neuron")
+
+
+def from_device(tensor: torch.Tensor) -> np.ndarray:
+    host = tensor.cpu()
+    if host.dtype == torch.bfloat16:
+        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return host.numpy()
