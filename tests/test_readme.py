@@ -211,7 +211,8 @@ def test_commands_in_shell_blocks_are_good_usage(session: Session) -> None:
     """Those that need the hub or a training run are parsed, not run."""
     lines = [line.partition(" #")[0].split() for block in blocks("sh") for line in block.splitlines()]
     commands = [line[1:] for line in lines if line and line[0] == "qwen3conv"]
-    assert {words[0] for words in commands} == {"hf-to-dcp", "dcp-to-hf", "inspect", "pull", "push", "train"}
+    named = {"hf-to-dcp", "dcp-to-hf", "inspect", "pull", "push", "train", "ladder", "doctor"}
+    assert {words[0] for words in commands} == named
     for name, *rest in commands:
         cli.commands[name].make_context(name, rest)
 

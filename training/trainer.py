@@ -139,13 +139,7 @@ class QwenTrainer(Trainer):
             "degrees": degrees,
             "tokens_per_step": batch * config.training.seq_len,
             "learning_rate": config.learning_rate,
-            "lora": {
-                "rank": config.lora_rank,
-                "alpha": config.lora_alpha,
-                "targets": split_targets(config.lora_targets),
-            }
-            if config.lora_rank
-            else None,
+            "lora": _lora_facts(config),
             "rows_left_out": len(getattr(self.dataloader, "bad_rows", ())),
         }
         if dist.get_rank():

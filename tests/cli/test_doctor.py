@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_model_that_no_disk_holds_fails_and_says_what_it_wants(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 10**9})
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
     disk, memory = doctor._resources("235B-A22B", tmp_path)
     assert (disk.status, memory.status) == ("failed", "warning")
     assert disk.found == "1 GB free, 5,642 GB wanted for two checkpoints of 235B-A22B"
