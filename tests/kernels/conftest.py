@@ -1,7 +1,7 @@
 """Which NKI runs the kernels of these tests: the emulator always, the real simulator and a device where they are.
 
 Only the emulator was ever run here. The simulator (``nki.simulate``, target trn2) and the device were not: those two
-branches are written from AWS Neuron 2.33's documentation.
+branches are written from AWS Neuron's documentation (2.32 and 2.33). Loaded without torch too, hence the lazy imports.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 import pytest
-import torch
 
-from qwen3conv.tools.nki_emulator import Emulation, emulated_nki
 from qwen3conv.training import neuron_probe
-from qwen3conv.training.devices import choose_device
+
+if TYPE_CHECKING:
+    import torch
+
+    from qwen3conv.tools.nki_emulator import Emulation
 
 
 def runners() -> list[str]:
     """Where kernels can run on this machine."""
     found = ["emulator"]
     if neuron_probe.nki() == "real":
+        from qwen3conv.training.devices import choose_device
+
         found.append("simulator")
         if choose_device() == "neuron":
             found.append("device")
@@ -61,6 +64,8 @@ class NkiRunner:
 def nki_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NkiRunner]:
     """Every kernel test runs once for each of ``runners()``."""
     if request.param == "emulator":
+        from qwen3conv.tools.nki_emulator import emulated_nki
+
         with emulated_nki() as emulation:
             yield NkiRunner("emulator", emulation)
         return
@@ -75,12 +80,18 @@ def device_lnc() -> int:
 
 
 def to_device(array: np.ndarray) -> torch.Tensor:
+    import ml_dtypes
+    import torch
+
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).to("neuron")
     return torch.from_numpy(array).to("neuron")
 
 
 def from_device(tensor: torch.Tensor) -> np.ndarray:
+    import ml_dtypes
+    import torch
+
     host = tensor.cpu()
     if host.dtype == torch.bfloat16:
         return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
