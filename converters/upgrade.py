@@ -258,7 +258,7 @@ def _carry_loader(target: Layout, content: Mapping[str, bytes], decided: list[Po
     if moved:
         release, keeps = ("0.3", "inputs, labels and positions") if change is newer_loader else ("0.2", "one stream")
         summary = (
-            f"the place in the text of {len(moved)} ranks goes on in torchtitan {release}'s form: samples read as they "
+            f"the ranks' places in the text ({len(moved)}) go on in torchtitan {release}'s form: samples read as they "
             f"are, tokens left over as {keeps}"
         )
         decided.append(Policy("dataloader", summary, {"ranks": len(moved), "release": release}))
