@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.errors import ConversionError, PolicyError
 from qwen3conv.converters.placement import ONE_RANK, Mesh
 from qwen3conv.training.launch import Run, check_run, read_record
@@ -191,7 +192,8 @@ def _steps_of(run: Run, source: Path) -> Mapping[str, Mapping[str, float]]:
     assert run.steps is not None
     run.folder.mkdir(parents=True, exist_ok=True)
     if not run.source.exists():
-        run.source.symlink_to(os.path.relpath(source, run.folder), target_is_directory=True)
+        place = _source_for(run, source)
+        run.source.symlink_to(os.path.relpath(place, run.folder), target_is_directory=True)
     for steps in (run.steps // 2, run.steps):
         done = _recorded(run)
         if len(done) >= steps and any(step >= steps for step, _ in run.checkpoints()):
@@ -202,6 +204,16 @@ def _steps_of(run: Run, source: Path) -> Mapping[str, Mapping[str, float]]:
     if len(done) != run.steps:
         raise ConversionError(f"{len(done)} of {run.steps} steps are recorded in {run.record}")
     return done
+
+
+def _source_for(run: Run, source: Path) -> Path:
+    """The weights in ``source``, torchtitan's own, in the format that the rung's backend loads, beside it."""
+    if run.source_format == "titan":
+        return source
+    place = source.with_name(f"source-{run.source_format}")
+    if not place.is_dir():
+        carry_out(prepare(source, place, run.source_format))
+    return place
 
 
 def _recorded(run: Run) -> Mapping[str, Mapping[str, float]]:
