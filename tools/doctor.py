@@ -18,9 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from qwen3conv.converters.errors import ConversionError
 from qwen3conv.converters.placement import Mesh
-from qwen3conv.training.neuron_probe import ADVICE, nki, torch_neuronx
+from qwen3conv.training.neuron_probe import ADVICE
 
 from .released import released
 from .simulate import Job, held_by_rank
@@ -48,39 +47,37 @@ class Check:
 
 def examine(device: str | None, model: str | None, folder: Path, timeout: float = _SECONDS) -> Iterator[Check]:
     """All checks, for ``device`` or the best that is there; disk and memory for training ``model`` in ``folder``."""
-    chosen = None
-    for check in (_device(device), *_packages(device)):
-        if check.name == "device" and check.status != "failed":
-            chosen = check.found.partition(",")[0]
-        yield check
-    if chosen is None or _missing("torchtitan"):
+    check, found = _device(device, timeout)
+    yield check
+    yield from _packages(device, found)
+    if check.status == "failed" or _missing("torchtitan"):
         return
+    chosen = str(found["device"])
     yield _run("collective", ["collective", chosen], timeout, "two processes cannot talk: see the last line of it")
     yield from _run_step(chosen, timeout)
     yield from _resources(model, folder)
 
 
-def _device(wanted: str | None) -> Check:
+def _device(wanted: str | None, timeout: float) -> tuple[Check, dict[str, object]]:
+    """The device, and which Neuron packages are here; imported in a process of their own, for some crash or hang."""
     if _missing("torch"):
-        return Check("device", "failed", "torch is not installed", "pip install 'qwen3conv[train]'")
-    from qwen3conv.training.devices import choose_device
-
-    try:
-        chosen = choose_device(wanted)
-    except ConversionError as error:
-        kind = torch_neuronx()
-        advice = ADVICE.get(kind, str(error)) if wanted == "neuron" else str(error)
-        return Check("device", "failed", f"{wanted} cannot be used", advice)
-    import torch
-
-    count = 1 if chosen == "cpu" else torch.get_device_module(chosen).device_count()
+        return Check("device", "failed", "torch is not installed", "pip install 'qwen3conv[train]'"), {}
+    found, problem = _probe(["device", wanted or ""], timeout)
+    if found is None:
+        advice = "a package that torch loads ends or hangs the process: python -c 'import torch' shows which"
+        return Check("device", "failed", problem, advice), {}
+    if "error" in found:
+        kind = str(found["torch_neuronx"])
+        advice = ADVICE.get(kind, str(found["error"])) if wanted == "neuron" else str(found["error"])
+        return Check("device", "failed", f"{wanted} cannot be used", advice), found
+    chosen = str(found["device"])
     backend = {"cuda": "nccl", "cpu": "gloo"}.get(chosen, chosen)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    what = f"{cores} cores" if chosen == "cpu" else f"{count} logical devices"
-    return Check("device", "ok", f"{chosen}, {what}, process group {backend}")
+    what = f"{cores} cores" if chosen == "cpu" else f"{found['count']} logical devices"
+    return Check("device", "ok", f"{chosen}, {what}, process group {backend}"), found
 
 
-def _packages(device: str | None) -> Iterator[Check]:
+def _packages(device: str | None, loaded: dict[str, object]) -> Iterator[Check]:
     version = platform.python_version()
     fine = sys.version_info >= (3, 12) or device != "neuron"
     yield Check(
@@ -98,12 +95,12 @@ def _packages(device: str | None) -> Iterator[Check]:
             yield Check(name, "failed", found, "torchtitan 0.3.x is needed: pip install 'torchtitan>=0.3,<0.4'")
         else:
             yield Check(name, "ok" if is_tested else "warning", found, advice)
-    kind = torch_neuronx()
+    kind = str(loaded.get("torch_neuronx", "not looked at"))
     wanted = device == "neuron"
     bad: Status = "failed" if wanted else "warning"
-    status = "ok" if kind == "native" or (kind == "absent" and not wanted) else bad
+    status = "ok" if kind == "native" or (kind in ("absent", "not looked at") and not wanted) else bad
     yield Check("torch-neuronx", status, kind, "" if status == "ok" else ADVICE.get(kind, ""))
-    package = nki()
+    package = str(loaded.get("nki", "not looked at"))
     advice = "nki comes from AWS's index; the public index has a placeholder" if package == "placeholder" else ""
     yield Check("nki", "ok" if package != "placeholder" else "warning", package, advice)
 

@@ -1,4 +1,4 @@
-"""Small real runs for ``doctor``, each a process: ``collective DEVICE ROOM`` and ``step DEVICE ROOM``. Prints JSON."""
+"""Small real runs for ``doctor``, each a process: ``device WANTED ROOM``, ``collective DEVICE ROOM``, ``step DEVICE ROOM``. Prints JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,27 @@ import json
 import math
 import sys
 from pathlib import Path
+
+
+def device(wanted: str, room: Path) -> dict[str, object]:
+    """What can be used, and which Neuron packages are here."""
+    from qwen3conv.converters.errors import ConversionError
+    from qwen3conv.training.neuron_probe import nki, torch_neuronx
+
+    found: dict[str, object] = {"torch_neuronx": torch_neuronx(), "nki": nki()}
+    import torch
+
+    from qwen3conv.training.devices import choose_device
+
+    try:
+        chosen = choose_device(wanted or None)
+    except ConversionError as error:
+        return {**found, "error": str(error)}
+    return {
+        **found,
+        "device": chosen,
+        "count": 1 if chosen == "cpu" else torch.get_device_module(chosen).device_count(),
+    }
 
 
 def collective(device: str, room: Path) -> dict[str, object]:
@@ -88,4 +109,4 @@ def step(device: str, room: Path) -> dict[str, object]:
 
 if __name__ == "__main__":
     kind, chosen, place = sys.argv[1:]
-    print(json.dumps({"collective": collective, "step": step}[kind](chosen, Path(place))))  # noqa: T201
+    print(json.dumps({"device": device, "collective": collective, "step": step}[kind](chosen, Path(place))))  # noqa: T201

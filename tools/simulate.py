@@ -3,7 +3,7 @@
 Parameters, gradients and optimizer state come from the box tables, so uneven FSDP rows count as torch cuts them.
 Activations are an estimate: the tensors that autograd keeps of a layer, counted for Qwen3's operations as torchtitan
 0.3.0 has them (``models/qwen3``, ``models/common``); the method is that of Korthikanti et al., *Reducing Activation
-Recomputation in Large Transformer Models* (2022), section 4. ``tests/tools/test_simulate.py`` holds it against what
+Recomputation in Large Transformer Models* (2022), section 4. ``tests/cli/test_simulate.py`` holds it against what
 autograd keeps.
 """
 
@@ -25,7 +25,7 @@ LOSS_CHUNKS = 8
 """torchtitan 0.3.0 computes logits and loss in so many parts of a sequence (``ChunkedLossWrapper``)."""
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}
-"""Numbers per parameter that an optimizer keeps, in float32."""
+"""Numbers per parameter that an optimizer keeps, in the parameter's dtype (torch 2.13, ``optim/adamw.py``)."""
 
 Checkpointing = Literal["none", "selective", "full"]
 
@@ -79,13 +79,13 @@ def held_by_rank(job: Job, ranks: Sequence[int] | None = None) -> list[Held]:
     check_mesh(job.mesh, job.geometry)
     counts = elements_by_rank(TITAN_SCHEMAS["T7"], job.geometry, job.mesh, tied=job.tied, ranks=ranks)
     states = OPTIMIZER_STATES[job.optimizer]
-    gathered = 2 * _layer_elements(job) * job.compute_bytes if job.mesh.fsdp > 1 else 0
+    gathered = 2 * sum(_layer_elements(job)) * job.compute_bytes if job.mesh.fsdp > 1 else 0
     layers = -(-job.geometry.num_hidden_layers // job.mesh.pp)
     activations = layers * layer_activations(job) + job.compute_bytes * _tokens(job) * job.geometry.hidden_size
     logits = _tokens(job) // LOSS_CHUNKS * job.geometry.vocab_size // job.mesh.tp * (job.compute_bytes + 8)
     width = job.parameter_bytes
     return [
-        Held(count * width, count * width, count * 4 * states, gathered, activations, logits)
+        Held(count * width, count * width, count * width * states, gathered, activations, logits)
         for count in counts.values()
     ]
 
@@ -95,14 +95,14 @@ def _tokens(job: Job) -> int:
     return job.batch * job.seq_len // job.cp
 
 
-def _layer_elements(job: Job) -> int:
-    """Parameters of a layer on one tensor- and expert-parallel rank, not sharded by FSDP."""
+def _layer_elements(job: Job) -> tuple[int, int]:
+    """Parameters of a layer on one tensor- and expert-parallel rank, not sharded by FSDP: experts, and the rest."""
     g, mesh = job.geometry, job.mesh
     attention = g.hidden_size * g.head_dim * 2 * (g.num_attention_heads + g.num_key_value_heads) // mesh.tp
     if not g.is_moe:
-        return attention + 3 * g.hidden_size * (g.intermediate_size or 0) // mesh.tp
+        return 0, attention + 3 * g.hidden_size * (g.intermediate_size or 0) // mesh.tp
     experts = 3 * (g.num_experts or 0) * g.hidden_size * (g.moe_intermediate_size or 0)
-    return attention + g.hidden_size * (g.num_experts or 0) + experts // (mesh.ep if mesh.ep > 1 else mesh.tp)
+    return experts // (mesh.ep if mesh.ep > 1 else mesh.tp), attention + g.hidden_size * (g.num_experts or 0)
 
 
 def layer_activations(job: Job) -> int:
@@ -139,11 +139,13 @@ def sent_per_step(job: Job) -> dict[str, int]:
     g, mesh = job.geometry, job.mesh
     layers = -(-g.num_hidden_layers // mesh.pp)
     ends = g.vocab_size * g.hidden_size * (1 if job.tied else 2) // mesh.tp
-    elements = layers * _layer_elements(job) + ends
+    experts, rest = _layer_elements(job)
+    sharers = mesh.efsdp if mesh.ep > 1 else mesh.fsdp  # of an expert
+    elements = (layers * rest + ends) * (mesh.fsdp - 1) // mesh.fsdp + layers * experts * (sharers - 1) // sharers
     hidden = _tokens(job) * g.hidden_size * job.compute_bytes
     found = {
-        "fsdp all-gather": 2 * elements * job.compute_bytes * (mesh.fsdp - 1) // mesh.fsdp,
-        "fsdp reduce-scatter": 4 * elements * (mesh.fsdp - 1) // mesh.fsdp,
+        "fsdp all-gather": 2 * elements * job.compute_bytes,
+        "fsdp reduce-scatter": 4 * elements,
         "tp all-gather": 4 * layers * hidden * (mesh.tp - 1) // mesh.tp,
         "tp reduce-scatter": 4 * layers * hidden * (mesh.tp - 1) // mesh.tp,
         "ep all-to-all": 4 * layers * job.top_k * hidden // mesh.tp * (mesh.ep - 1) // mesh.ep if mesh.ep > 1 else 0,
@@ -182,7 +184,8 @@ def suggest(job: Job, ranks: int, memory: int) -> list[Suggestion]:
 def nearest(job: Job) -> list[Mesh]:
     """Meshes of as many ranks that do fit the model's shapes, for degrees that do not: the closest tp first."""
     tp = job.mesh.tp
-    return sorted(_meshes(job, job.mesh.ranks), key=lambda mesh: (abs(mesh.tp - tp), abs(mesh.ep - job.mesh.ep)))[:3]
+    found = (replace(mesh, pp=job.mesh.pp) for mesh in _meshes(job, job.mesh.ranks // job.mesh.pp))
+    return sorted(found, key=lambda mesh: (abs(mesh.tp - tp), abs(mesh.ep - job.mesh.ep)))[:3]
 
 
 def _meshes(job: Job, ranks: int) -> Iterator[Mesh]:

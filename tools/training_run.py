@@ -129,7 +129,7 @@ def check_memory(run: Run, config: Qwen3Config, device: str) -> None:
     if needed <= memory:
         return
     fits = next((one.mesh for ranks in (8, 16, 32, 64) for one in suggest(job, ranks, memory) if one.fits), None)
-    where = f"; {fits} would, on as many devices" if fits is not None and device != "cpu" else ""
+    where = f"; {fits}, {fits.ranks} devices, would do" if fits is not None and device != "cpu" else ""
     what = "parameters" if run.lora is not None else "parameters, gradients and optimizer state"
     raise PolicyError(
         f"each of {run.mesh.ranks} ranks would hold {needed / 1e9:,.1f} GB of {what}, and has {memory / 1e9:,.1f} GB"

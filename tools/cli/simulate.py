@@ -31,7 +31,7 @@ _SHOWN = 8
 @click.option("--seq-len", type=click.IntRange(1), default=4096, show_default=True, metavar="N", help="Tokens.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Sequences at a time.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of stored parameters.")
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", help="Its state is float32.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd"]), default="adamw", help="AdamW: two numbers each.")
 @click.option("--ac", type=click.Choice(["none", "selective", "full"]), default="selective", help="Checkpointing.")
 @click.option("--memory", type=Size(), metavar="SIZE", help="Of a device. Default: 24GiB, a logical NeuronCore.")
 @click.option("--suggest", is_flag=True, help="List degrees that fit, those that send least first.")
@@ -131,11 +131,18 @@ def _document(job: Job, held: list[Held], sent: dict[str, int], memory: int) -> 
 
 def _files(job: Job, held: list[Held]) -> dict[str, dict[str, int]]:
     """Files and bytes of a checkpoint in bfloat16 by format; of a training checkpoint as torchtitan saves it."""
-    total = sum(one.weights for one in held) // job.parameter_bytes * 2
-    state = sum(one.weights + one.optimizer for one in held)
+    from dataclasses import replace
+
+    from qwen3conv.converters.placement import ONE_RANK
+    from qwen3conv.tools.simulate import held_by_rank
+
+    (whole,) = held_by_rank(replace(job, mesh=ONE_RANK), [0])
+    total = whole.weights // job.parameter_bytes * 2
+    ranks = sum(one.weights for one in held) // job.parameter_bytes * 2
+    state = whole.weights + whole.optimizer
     return {
         "hf": {"files": max(1, -(-total // (5 * 10**9))), "bytes": total},
-        "ranks": {"files": len(held), "bytes": total},
+        "ranks": {"files": len(held), "bytes": ranks},
         "dcp, with optimizer": {"files": len(held), "bytes": state},
     }
 
