@@ -1,4 +1,7 @@
-"""Small real runs for ``doctor``, each a process: ``device WANTED ROOM``, ``collective DEVICE ROOM``, ``step DEVICE ROOM``. Prints JSON."""
+"""Small real runs for ``doctor``, each a process that prints JSON.
+
+They are ``device WANTED ROOM``, ``collective DEVICE ROOM`` and ``step DEVICE ROOM``.
+"""
 
 from __future__ import annotations
 
