@@ -89,10 +89,13 @@ def to_device(array: np.ndarray) -> torch.Tensor:
 
 
 def from_device(tensor: torch.Tensor) -> np.ndarray:
+    return from_host(tensor.cpu())
+
+
+def from_host(tensor: torch.Tensor) -> np.ndarray:
     import ml_dtypes
     import torch
 
-    host = tensor.cpu()
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

@@ -1,0 +1,115 @@
+"""Routings, inputs and float64 answers for the expert kernels' tests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from qwen3conv.training.kernels.reference import experts_forward
+from qwen3conv.training.kernels.schedule import Schedule, schedule_blocks
+from tests.kernels.conftest import NkiRunner, from_host
+
+FORWARD = "qwen3conv.training.kernels.nki_forward"
+BACKWARD = "qwen3conv.training.kernels.nki_backward"
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
+"""Of the largest magnitude of an output. bf16: the hidden activations are rounded too, once, beside the result."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows sorted by expert, weights, affinities, and an upstream gradient; all float64, rounded to ``dtype``."""
+
+    counts: list[int]
+    dtype: torch.dtype
+    x: torch.Tensor
+    gate: torch.Tensor
+    down: torch.Tensor
+    up: torch.Tensor
+    affinity: torch.Tensor
+    dy: torch.Tensor
+
+    @property
+    def rows(self) -> int:
+        return sum(self.counts)
+
+    def padded(self, rows: torch.Tensor, dtype: torch.dtype | None = None) -> np.ndarray:
+        """With the row of zeros that padding slots read, as the kernels' runner takes it."""
+        return from_host(torch.cat((rows, rows.new_zeros(1, rows.shape[1]))).to(dtype or self.dtype))
+
+    def weights(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """gate, up, down."""
+        gate, up, down = (from_host(w.to(self.dtype)) for w in (self.gate, self.up, self.down))
+        return gate, up, down
+
+    def schedule(self, block: int) -> Schedule:
+        return schedule_blocks(torch.tensor(self.counts), self.rows, block)
+
+
+def make_case(counts: list[int], hidden: int, inner: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Case:
+    """Values whose products stay of order one, exactly representable in ``dtype``."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, experts = sum(counts), len(counts)
+
+    def normal(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype).double()
+
+    return Case(
+        counts,
+        dtype,
+        x=normal(rows, hidden),
+        gate=normal(experts, inner, hidden, scale=hidden**-0.5),
+        down=normal(experts, hidden, inner, scale=inner**-0.5),
+        up=normal(experts, inner, hidden, scale=hidden**-0.5),
+        affinity=torch.rand((rows, 1), generator=generator).double(),
+        dy=normal(rows, hidden),
+    )
+
+
+def routings(block: int) -> dict[str, list[int]]:
+    """The classes of tokens per expert, around one block and beyond."""
+    return {
+        "0, 1, B-1, B, B+1": [0, 1, block - 1, block, block + 1],
+        "all on the first": [2 * block + 3, 0, 0],
+        "all on the last": [0, 0, block],
+        "one row": [0, 1, 0],
+    }
+
+
+def wanted_forward(case: Case, *, scaled: bool) -> torch.Tensor:
+    """(R, H) in float64."""
+    y = experts_forward(case.x, torch.tensor(case.counts), case.gate, case.down, case.up)
+    return y * case.affinity if scaled else y
+
+
+def run_forward(
+    runner: NkiRunner, case: Case, block: int, *, lnc: int = 1, resident: bool = True, scaled: bool = False
+) -> torch.Tensor:
+    """(R, H) in float64 by the kernel, slots combined as the operator does."""
+    schedule = case.schedule(block)
+    load = schedule.load_expert if resident else schedule.block_expert
+    arguments: list[Any] = [case.padded(case.x), *case.weights(), schedule.slot_row.numpy(), load.numpy()]
+    kernels = runner.load(FORWARD)
+    if scaled:
+        arguments.append(case.padded(case.affinity, torch.float32))
+    kernel = kernels.forward_scaled if scaled else kernels.forward
+    y = runner.run(kernel, *arguments, lnc=lnc, resident=resident)
+    assert y.shape == (lnc, *schedule.slot_row.shape[:2], case.x.shape[1])
+    return combined(y, schedule)
+
+
+def combined(y: np.ndarray, schedule: Schedule) -> torch.Tensor:
+    """Rows from slots, with the cores' partial sums added; every slot must have been written."""
+    slots = torch.from_numpy(y.astype(np.float64)).sum(0).flatten(0, 1)
+    assert not slots.isnan().any()
+    return slots[schedule.row_slot]
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Largest difference over the largest wanted magnitude."""
+    if not wanted.numel():
+        return 0.0
+    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))
