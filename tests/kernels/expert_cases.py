@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qwen3conv.training.kernels.reference import experts_forward
+from qwen3conv.training.kernels.reference import experts_backward, experts_forward
 from qwen3conv.training.kernels.schedule import Schedule, schedule_blocks
 from tests.kernels.conftest import NkiRunner, from_host
 
@@ -101,6 +101,36 @@ def run_forward(
     return combined(y, schedule)
 
 
+def wanted_backward(case: Case, *, scaled: bool) -> dict[str, torch.Tensor]:
+    """All gradients in float64, by the operator's argument."""
+    counts = torch.tensor(case.counts)
+    scaled_dy = case.dy * case.affinity if scaled else case.dy
+    dx, d_gate, d_down, d_up = experts_backward(scaled_dy, case.x, counts, case.gate, case.down, case.up)
+    found = {"x": dx, "gate": d_gate, "down": d_down, "up": d_up}
+    if scaled:
+        found["affinity"] = (case.dy * wanted_forward(case, scaled=False)).sum(1, keepdim=True)
+    return found
+
+
+def run_backward(
+    runner: NkiRunner, case: Case, block: int, *, lnc: int = 1, chunk: int = 128, scaled: bool = False
+) -> dict[str, torch.Tensor]:
+    """What ``wanted_backward`` gives, by the kernel."""
+    schedule = case.schedule(block)
+    tables = (schedule.slot_row, schedule.load_expert, schedule.store_expert, schedule.keep)
+    arguments: list[Any] = [case.padded(case.x), case.padded(case.dy), *case.weights(), *(t.numpy() for t in tables)]
+    kernels = runner.load(BACKWARD)
+    if scaled:
+        arguments.append(case.padded(case.affinity, torch.float32))
+    kernel = kernels.backward_scaled if scaled else kernels.backward
+    dx, d_gate, d_up, d_down, *da = runner.run(kernel, *arguments, lnc=lnc, chunk=chunk)
+    weights = (torch.from_numpy(array.astype(np.float64)) for array in (d_gate, d_down, d_up))
+    found = {"x": combined(dx, schedule), **dict(zip(("gate", "down", "up"), weights, strict=True))}
+    if scaled:
+        found["affinity"] = combined(da[0], schedule)
+    return found
+
+
 def combined(y: np.ndarray, schedule: Schedule) -> torch.Tensor:
     """Rows from slots, with the cores' partial sums added; every slot must have been written."""
     slots = torch.from_numpy(y.astype(np.float64)).sum(0).flatten(0, 1)
@@ -110,6 +140,6 @@ def combined(y: np.ndarray, schedule: Schedule) -> torch.Tensor:
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     """Largest difference over the largest wanted magnitude."""
-    if not wanted.numel():
-        return 0.0
+    assert found.shape == wanted.shape
+    assert not found.isnan().any()
     return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30))

@@ -16,7 +16,7 @@ PARTITIONS = 128
 
 
 class Schedule(NamedTuple):
-    """Tables of the N blocks; each expert owns at least one, so that each gets a weight gradient, of zeros if need be."""
+    """Tables of the N blocks. Each expert owns at least one, so that each gets a weight gradient, if only zeros."""
 
     slot_row: torch.Tensor
     """(N, B, 1) int32: the row in each slot; R, which the kernels find to be a row of zeros, where it is padding."""
