@@ -105,7 +105,7 @@ def wanted_backward(case: Case, *, scaled: bool) -> dict[str, torch.Tensor]:
     """All gradients in float64, by the operator's argument."""
     counts = torch.tensor(case.counts)
     scaled_dy = case.dy * case.affinity if scaled else case.dy
-    dx, d_gate, d_down, d_up = experts_backward(scaled_dy, case.x, counts, case.gate, case.down, case.up)
+    dx, d_gate, d_down, d_up, _ = experts_backward(scaled_dy, case.x, counts, case.gate, case.down, case.up)
     found = {"x": dx, "gate": d_gate, "down": d_down, "up": d_up}
     if scaled:
         found["affinity"] = (case.dy * wanted_forward(case, scaled=False)).sum(1, keepdim=True)

@@ -18,8 +18,8 @@ expert's last block stores them, once and rounded once; in the others ``store_ex
 not finite there stays so for the experts after it (0 times inf is NaN): such a step is lost either way.
 
 **Passes.** Weights and gradients of a whole expert do not fit SBUF (216 KiB per partition for 30B-A3B on one core), so
-I is cut into passes of ``chunk`` columns, one loop over all blocks after the other. Each gathers and transposes x and dy
-again; those after the first add to dx (and da) in HBM, in float32.
+I is cut into passes of ``chunk`` columns, one loop over all blocks after the other. Each gathers and transposes x and
+dy again; those after the first add to dx (and da) in HBM, in float32.
 
 **Instructions** in the program, per pass and core, with k = H / 128, m = chunk / 128, b = B / 128, f = ceil(H / 512)::
 
