@@ -91,7 +91,8 @@ def run_forward(
     """(R, H) in float64 by the kernel, slots combined as the operator does."""
     schedule = case.schedule(block)
     load = schedule.load_expert if resident else schedule.block_expert
-    arguments: list[Any] = [case.padded(case.x), *case.weights(), schedule.slot_row.numpy(), load.numpy()]
+    arguments: list[Any] = [case.padded(case.x), *case.weights()]
+    arguments += [table.numpy() for table in (schedule.slot_row, schedule.used, load)]
     kernels = runner.load(FORWARD)
     if scaled:
         arguments.append(case.padded(case.affinity, torch.float32))
@@ -117,7 +118,7 @@ def run_backward(
 ) -> dict[str, torch.Tensor]:
     """What ``wanted_backward`` gives, by the kernel."""
     schedule = case.schedule(block)
-    tables = (schedule.slot_row, schedule.load_expert, schedule.store_expert, schedule.keep)
+    tables = (schedule.slot_row, schedule.used, schedule.load_expert, schedule.store_expert, schedule.keep)
     arguments: list[Any] = [case.padded(case.x), case.padded(case.dy), *case.weights(), *(t.numpy() for t in tables)]
     kernels = runner.load(BACKWARD)
     if scaled:
@@ -132,10 +133,10 @@ def run_backward(
 
 
 def combined(y: np.ndarray, schedule: Schedule) -> torch.Tensor:
-    """Rows from slots, with the cores' partial sums added; every slot must have been written."""
-    slots = torch.from_numpy(y.astype(np.float64)).sum(0).flatten(0, 1)
-    assert not slots.isnan().any()
-    return slots[schedule.row_slot]
+    """Rows from slots, with the cores' partial sums added; every slot of a block in use must have been written."""
+    blocks = torch.from_numpy(y.astype(np.float64)).sum(0)
+    assert not blocks[: int(schedule.used)].isnan().any()
+    return blocks.flatten(0, 1)[schedule.row_slot]
 
 
 def error(found: torch.Tensor, wanted: torch.Tensor) -> float:

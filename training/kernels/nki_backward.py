@@ -48,6 +48,7 @@ from .nki_tiles import (
     load_rows_of,
     load_scalar,
     load_slots,
+    loop_end,
     rows_of,
     tiles,
     transpose_tiles,
@@ -55,25 +56,25 @@ from .nki_tiles import (
 
 
 @nki.jit
-def backward(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, chunk):
+def backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, chunk):
     """dx (C, N, B, H), d_gate and d_up (E, I, H), d_down (E, H, I) from dy (R + 1, H), whose last row is zero.
 
     Tables as in ``schedule.Schedule``. dx has x's dtype, and is float32 where cores or passes add up to it; the
     gradients of the weights have the weights' dtype. ``chunk`` divides I / C and is a multiple of 128 up to 512.
     """
     dx, d_gate, d_up, d_down, _ = _backward(
-        x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, x, False, chunk
+        x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, x, False, chunk
     )
     return dx, d_gate, d_up, d_down
 
 
 @nki.jit
-def backward_scaled(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affinity, chunk):
+def backward_scaled(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, chunk):
     """``backward`` of ``forward_scaled``: also da (C, N, B, 1) float32, for ``affinity`` (R + 1, 1) float32."""
-    return _backward(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affinity, True, chunk)
+    return _backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, True, chunk)
 
 
-def _backward(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affinity, scaled, chunk):
+def _backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk):
     cores, inner, hidden = nl.num_programs(), gate.shape[1], x.shape[1]
     blocks, block = slot_row.shape[0], slot_row.shape[1]
     width = inner // cores
@@ -88,12 +89,12 @@ def _backward(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, 
         da = nl.ndarray((cores, blocks, block, 1), dtype=nl.float32, buffer=nl.shared_hbm)
     for number in range(passes):
         first = nl.program_id(0) * width + number * chunk
-        _pass(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affinity, scaled, chunk,
+        _pass(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk,
               first, number > 0, dx, d_gate, d_up, d_down, da)  # fmt: skip
     return dx, d_gate, d_up, d_down, da
 
 
-def _pass(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affinity, scaled, chunk,
+def _pass(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk,
           first, adds, dx, d_gate, d_up, d_down, da):  # fmt: skip
     """Columns ``first`` to ``first + chunk`` of I, for all blocks; with ``adds`` onto what dx and da hold."""
     part, bank = nl.tile_size.pmax, nl.tile_size.psum_bank_fmax
@@ -205,7 +206,7 @@ def _pass(x, dy, gate, up, down, slot_row, load_expert, store_expert, keep, affi
         nisa.dma_copy(dst=rows_of(d_up, m_tiles, first, store), src=up_sum, oob_mode=stored)
         nisa.dma_copy(dst=columns_of(d_down, k_tiles, chunk, 0, first, store), src=down_sum, oob_mode=stored)
 
-    nl.fori_loop(0, blocks, body)
+    nl.fori_loop(0, loop_end(used), body)
 
 
 def _add_product(total, left, column, right, start, end, kept, psum):

@@ -26,7 +26,15 @@ def forward(
     resident = fit(shape).resident
     schedule = schedule_blocks(counts, shape.rows, shape.block)
     load = schedule.load_expert if resident else schedule.block_expert
-    tensors = (_padded(x), gate.contiguous(), up.contiguous(), down.contiguous(), schedule.slot_row, load)
+    tensors = (
+        _padded(x),
+        gate.contiguous(),
+        up.contiguous(),
+        down.contiguous(),
+        schedule.slot_row,
+        schedule.used,
+        load,
+    )
     if affinity is None:
         y = target.launch("nki_forward", "forward", *tensors, resident=resident)
     else:
@@ -49,7 +57,7 @@ def backward(
     shape = _shape(target, x, gate, down, up, affinity)
     chunk = fit(shape).chunk
     schedule = schedule_blocks(counts, shape.rows, shape.block)
-    tables = (schedule.slot_row, schedule.load_expert, schedule.store_expert, schedule.keep)
+    tables = (schedule.slot_row, schedule.used, schedule.load_expert, schedule.store_expert, schedule.keep)
     weights = (gate.contiguous(), up.contiguous(), down.contiguous())
     tensors = (_padded(x), _padded(dy.to(x.dtype)), *weights, *tables)
     if affinity is None:

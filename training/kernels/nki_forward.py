@@ -5,8 +5,9 @@ These kernels were never compiled for or run on hardware; they run on the emulat
 Legend: R routed rows sorted by expert, H hidden size, I intermediate size, E experts, N blocks of B slots, C cores of
 the launch (LNC). Weights come in the orientation of Hugging Face: gate and up (E, I, H), down (E, H, I).
 
-**Loop.** One ``nl.fori_loop`` over the N blocks, so the program does not grow with N, T or E. Its body is unrolled over
-the tiles of one block; per core, with k = H / 128, m = I / C / 128, b = B / 128, f = ceil(H / 512), it has::
+**Loop.** One ``nl.fori_loop`` over blocks, so the program does not grow with N, T or E. N is the worst case of all
+routings; the loop ends, by a register, after the blocks that this one uses. The body is unrolled over the tiles of one
+block; per core, with k = H / 128, m = I / C / 128, b = B / 128, f = ceil(H / 512), it has::
 
     nc_transpose  k b + 3 k m           x once, all three weights: each has its summed dimension on the wrong axis
     tensor_copy   ceil(k/4) (b + 2 m) + f m + f b           four transposes leave PSUM at once; the results
@@ -32,26 +33,36 @@ import nki
 import nki.isa as nisa
 import nki.language as nl
 
-from .nki_tiles import gather_rows, load_columns_of, load_rows_of, load_scalar, load_slots, tiles, transpose_tiles
+from .nki_tiles import (
+    gather_rows,
+    load_columns_of,
+    load_rows_of,
+    load_scalar,
+    load_slots,
+    loop_end,
+    tiles,
+    transpose_tiles,
+)
 
 
 @nki.jit
-def forward(x, gate, up, down, slot_row, block_expert, resident=True):
+def forward(x, gate, up, down, slot_row, used, block_expert, resident=True):
     """y[c, n] = silu(x gate.T) * (x up.T) down.T for the rows x[slot_row[n]] and the expert of block n.
 
-    x (R + 1, H), its last row zero; slot_row (N, B, 1) int32; block_expert (N, 1) int32, where with ``resident`` an E
-    stands for "the same as the block before". y (C, N, B, H): of x's dtype on one core, float32 partial sums on two.
+    x (R + 1, H), its last row zero; slot_row (N, B, 1) int32; used (1, 1) int32, how many blocks are computed;
+    block_expert (N, 1) int32, where with ``resident`` an E stands for "the same as the block before".
+    y (C, N, B, H): of x's dtype on one core, float32 partial sums on two; blocks that are not used stay unwritten.
     """
-    return _forward(x, gate, up, down, slot_row, block_expert, None, False, resident)
+    return _forward(x, gate, up, down, slot_row, used, block_expert, None, False, resident)
 
 
 @nki.jit
-def forward_scaled(x, gate, up, down, slot_row, block_expert, affinity, resident=True):
+def forward_scaled(x, gate, up, down, slot_row, used, block_expert, affinity, resident=True):
     """``forward``, each row times its ``affinity`` (R + 1, 1) float32, whose last row is zero."""
-    return _forward(x, gate, up, down, slot_row, block_expert, affinity, True, resident)
+    return _forward(x, gate, up, down, slot_row, used, block_expert, affinity, True, resident)
 
 
-def _forward(x, gate, up, down, slot_row, block_expert, affinity, scaled, resident):
+def _forward(x, gate, up, down, slot_row, used, block_expert, affinity, scaled, resident):
     part, bank = nl.tile_size.pmax, nl.tile_size.psum_bank_fmax
     group = bank // part
     cores, hidden, width = nl.num_programs(), x.shape[1], gate.shape[1] // nl.num_programs()
@@ -138,5 +149,5 @@ def _forward(x, gate, up, down, slot_row, block_expert, affinity, scaled, reside
                 target = y.ap(pattern=pattern, offset=start, scalar_offset=n, indirect_dim=1)
                 nisa.dma_copy(dst=target, src=result)
 
-    nl.fori_loop(0, blocks, body)
+    nl.fori_loop(0, loop_end(used), body)
     return y

@@ -18,6 +18,15 @@ def tiles(count, shape, dtype, buffer):
     return made
 
 
+def loop_end(used):
+    """A register that bounds the loop: how many blocks are in use, from ``used`` (1, 1) int32."""
+    value = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)
+    nisa.dma_copy(dst=value, src=used)
+    end = nisa.register_alloc()
+    nisa.register_load(dst=end, src=value)
+    return end
+
+
 def load_scalar(table, n):
     """Entry n of ``table`` (N, 1) int32, as a (1, 1) tile."""
     value = nl.ndarray((1, 1), dtype=nl.int32, buffer=nl.sbuf)

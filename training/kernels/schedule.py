@@ -20,12 +20,14 @@ class Schedule(NamedTuple):
 
     slot_row: torch.Tensor
     """(N, B, 1) int32: the row in each slot; R, which the kernels find to be a row of zeros, where it is padding."""
+    used: torch.Tensor
+    """(1, 1) int32: how many blocks this routing needs; those after them are not computed."""
     block_expert: torch.Tensor
     """(N, 1) int32."""
     load_expert: torch.Tensor
     """(N, 1) int32: the expert whose weights a block loads; E, out of bounds, where the block before left them."""
     store_expert: torch.Tensor
-    """(N, 1) int32: the expert whose weight gradients a block completes; E where another block follows."""
+    """(N, 1) int32: the expert whose weight gradients a used block completes; E where another of its blocks follows."""
     keep: torch.Tensor
     """(N, 128, 1) float32: 0 in the first block of an expert, where its gradients start, else 1."""
     row_slot: torch.Tensor
@@ -37,15 +39,18 @@ def schedule_blocks(counts: torch.Tensor, rows: int, block: int) -> Schedule:
     experts = counts.shape[0]
     plan = plan_blocks(counts, rows, block, least=1)
     owner = plan.block_expert
+    used = ((counts + block - 1) // block).clamp(min=1).sum().to(torch.int32)
     edge = owner.new_full((1,), -1)
     starts = owner != torch.cat((edge, owner[:-1]))
     ends = owner != torch.cat((owner[1:], edge))
+    ends |= torch.arange(1, owner.shape[0] + 1, device=owner.device, dtype=torch.int32) == used
     nobody = torch.full_like(owner, experts)
     slots = torch.arange(plan.slot_row.shape[0], device=counts.device)
     row_slot = torch.zeros(rows + 1, dtype=slots.dtype, device=counts.device)
     row_slot = row_slot.scatter(0, plan.slot_row.to(slots.dtype), slots)
     return Schedule(
         slot_row=plan.slot_row.view(-1, block, 1),
+        used=used.view(1, 1),
         block_expert=owner[:, None],
         load_expert=torch.where(starts, owner, nobody)[:, None],
         store_expert=torch.where(ends, owner, nobody)[:, None],
