@@ -31,8 +31,10 @@ dy again; those after the first add to dx (and da) in HBM, in float32.
     dma_copy      9 + 3 b + f b          + f b in later passes
 
 They do not grow with N, T or E. With affinity, per tile of 128 rows: a gather and a store, two more tensor_scalar, one
-tensor_tensor and one tensor_reduce; in later passes a load and a tensor_tensor too. Before each pass: three memsets.
-Qwen3-30B-A3B on two cores, B 256, one pass: 172 transposes, 224 products, 145 other ops, 23 DMAs.
+tensor_tensor and one tensor_reduce; in later passes a load and a tensor_tensor too. Before each pass: three memsets, a
+dma_copy and a register_load. Qwen3-30B-A3B on two cores, B 256, one pass: 172 transposes, 224 products, 104 other ops,
+24 DMAs. All instructions at B 128, in all passes: 352 for 30B-A3B (1 pass) and 2512 for 235B-A22B (6) on two cores,
+12308 for Coder-480B-A35B (20) on one.
 """
 
 from __future__ import annotations
