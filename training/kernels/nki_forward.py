@@ -22,7 +22,7 @@ and one dma_copy and a register_load come before it. Qwen3-30B-A3B, B 256, on on
 
 **Transposes.** For each weight tile the Tensor engine passes 128 columns for its transpose beside B for its product: a
 third of its time at B 256, half of it at B 128. The other choices were a transposed copy of all weights in HBM for each
-step (1.2 GB read and 1.2 GB written per layer of 30B-A3B), or DMA transposes, of which no speed is published.
+step (1.2 GB read and 1.2 GB written per layer of 30B-A3B), or DMA transposes, whose speed on trn2 nobody here knows.
 
 **Weights.** ``resident`` keeps one expert's weights in SBUF from block to block, and loads them only where the expert
 changes: elsewhere the plan holds E, an address out of bounds, and ``oob_mode.skip`` leaves the tiles as they are. Where
