@@ -142,7 +142,7 @@ BACKWARD_FAULTS = {
     "stored where the expert starts": Fault(
         BACKWARD, "load_scalar(store_expert, n)", "load_scalar(load_expert, n)", WRONG_NUMBERS
     ),
-    "a pass forgets those before": Fault(BACKWARD, "first, number > 0, dx", "first, False, dx", WRONG_NUMBERS),
+    "a pass forgets those before": Fault(BACKWARD, "first, number > 0)", "first, False)", WRONG_NUMBERS),
     "a pass twice, another never": Fault(BACKWARD, "+ number * chunk", "+ 0 * chunk", WRONG_NUMBERS),
     "both cores store one half of I": Fault(
         BACKWARD, "first = nl.program_id(0) * width + number", "first = number", (AccessError, "both cores write")

@@ -64,22 +64,23 @@ def backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, k
     Tables as in ``schedule.Schedule``. dx has x's dtype, and is float32 where cores or passes add up to it; the
     gradients of the weights have the weights' dtype. ``chunk`` divides I / C and is a multiple of 128 up to 512.
     """
-    dx, d_gate, d_up, d_down, _ = _backward(
-        x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, x, False, chunk
-    )
+    tables = (slot_row, used, load_expert, store_expert, keep)
+    dx, d_gate, d_up, d_down, _ = _backward((x, dy, gate, up, down), tables, x, False, chunk)
     return dx, d_gate, d_up, d_down
 
 
 @nki.jit
 def backward_scaled(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, chunk):
     """``backward`` of ``forward_scaled``: also da (C, N, B, 1) float32, for ``affinity`` (R + 1, 1) float32."""
-    return _backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, True, chunk)
+    tables = (slot_row, used, load_expert, store_expert, keep)
+    return _backward((x, dy, gate, up, down), tables, affinity, True, chunk)
 
 
-def _backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk):
-    cores, inner, hidden = nl.num_programs(), gate.shape[1], x.shape[1]
-    blocks, block = slot_row.shape[0], slot_row.shape[1]
-    width = inner // cores
+def _backward(tensors, tables, affinity, scaled, chunk):
+    x, _, gate, up, down = tensors
+    blocks, block = tables[0].shape[0], tables[0].shape[1]
+    cores, hidden = nl.num_programs(), x.shape[1]
+    width = gate.shape[1] // cores
     passes = width // chunk
     dx_dtype = nl.float32 if cores * passes > 1 else x.dtype
     dx = nl.ndarray((cores, blocks, block, hidden), dtype=dx_dtype, buffer=nl.shared_hbm)
@@ -89,16 +90,18 @@ def _backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, 
     da = dx
     if scaled:
         da = nl.ndarray((cores, blocks, block, 1), dtype=nl.float32, buffer=nl.shared_hbm)
+    gradients = (dx, d_gate, d_up, d_down, da)
     for number in range(passes):
         first = nl.program_id(0) * width + number * chunk
-        _pass(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk,
-              first, number > 0, dx, d_gate, d_up, d_down, da)  # fmt: skip
-    return dx, d_gate, d_up, d_down, da
+        _pass(tensors, tables, affinity, gradients, scaled, chunk, first, number > 0)
+    return gradients
 
 
-def _pass(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, scaled, chunk,
-          first, adds, dx, d_gate, d_up, d_down, da):  # fmt: skip
+def _pass(tensors, tables, affinity, gradients, scaled, chunk, first, adds):
     """Columns ``first`` to ``first + chunk`` of I, for all blocks; with ``adds`` onto what dx and da hold."""
+    x, dy, gate, up, down = tensors
+    slot_row, used, load_expert, store_expert, keep = tables
+    dx, d_gate, d_up, d_down, da = gradients
     part, bank = nl.tile_size.pmax, nl.tile_size.psum_bank_fmax
     hidden, blocks, block = x.shape[1], slot_row.shape[0], slot_row.shape[1]
     k_tiles, m_tiles, b_tiles, f_tiles = hidden // part, chunk // part, block // part, (hidden + bank - 1) // bank
