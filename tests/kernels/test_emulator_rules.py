@@ -534,6 +534,20 @@ def test_python_outside_the_subset_is_refused(tmp_path, monkeypatch, source: str
         importlib.import_module("refused_kernel")
 
 
+def test_functions_of_the_kernels_package_are_held_to_the_subset_too(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "kernels_in_parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "steps.py").write_text(
+        "import math\ndef step(x):\n    math.sqrt(2)\n    f = lambda: x\n    return f()\n"
+    )
+    text = "import nki\nfrom .steps import step\n@nki.jit\ndef kernel(x):\n    return step(x)\n"
+    (package / "kernel.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with emulated_nki(), pytest.raises(CallError, match="step, line 4: lambda"):
+        importlib.import_module("kernels_in_parts.kernel")
+
+
 def test_what_is_not_returned_from_shared_memory_is_refused() -> None:
     with emulated_nki():
         nki, nl = importlib.import_module("nki"), importlib.import_module("nki.language")
