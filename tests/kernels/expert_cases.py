@@ -6,14 +6,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from qwen3conv.training.kernels.capacity import ExpertShape
 from qwen3conv.training.kernels.reference import experts_backward, experts_forward
 from qwen3conv.training.kernels.schedule import Schedule, schedule_blocks
 from tests.kernels.conftest import NkiRunner, from_host
 
 FORWARD = "qwen3conv.training.kernels.nki_forward"
 BACKWARD = "qwen3conv.training.kernels.nki_backward"
+
+TOKENS = 4096
+QWEN3 = {
+    "30B-A3B": ExpertShape(TOKENS * 8, 2048, 768, 128),
+    "235B-A22B": ExpertShape(TOKENS * 8, 4096, 1536, 128),
+    # A quarter of its 160 experts: all together they are past a run-time address.
+    "Coder-480B-A35B": ExpertShape(TOKENS * 8, 6144, 2560, 40),
+    "study": ExpertShape(TOKENS * 4, 2048, 768, 64),
+}
+"""Layers of Qwen3's MoE models, and of a small model for studies."""
+SIZES = ["30B-A3B", *(pytest.param(name, marks=pytest.mark.slow) for name in ("235B-A22B", "Coder-480B-A35B"))]
+"""Those with widths of their own, for tests that compute."""
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-7}
 """Of the largest magnitude of an output. bf16: the hidden activations are rounded too, once, beside the result."""

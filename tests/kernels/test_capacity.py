@@ -20,15 +20,7 @@ from qwen3conv.training.kernels.capacity import (
 )
 from qwen3conv.training.kernels.errors import KernelError
 from tests.kernels.conftest import NkiRunner
-from tests.kernels.expert_cases import Case, make_case, run_backward, run_forward
-
-TOKENS = 4096
-QWEN3 = {
-    "30B-A3B": ExpertShape(TOKENS * 8, 2048, 768, 128),
-    "235B-A22B": ExpertShape(TOKENS * 8, 4096, 1536, 128),
-    "Coder-480B-A35B, a quarter of its experts": ExpertShape(TOKENS * 8, 6144, 2560, 40),
-    "study": ExpertShape(TOKENS * 4, 2048, 768, 64),
-}
+from tests.kernels.expert_cases import QWEN3, SIZES, TOKENS, Case, make_case, run_backward, run_forward
 
 
 def test_the_limits_are_those_of_the_emulator() -> None:
@@ -81,9 +73,7 @@ def test_the_backward_kernel_takes_the_computed_bytes(shape: ExpertShape, chunk:
 
 
 @pytest.mark.parametrize("lnc", [1, 2])
-@pytest.mark.parametrize(
-    "name", ["30B-A3B", *(pytest.param(name, marks=pytest.mark.slow) for name in QWEN3 if "5B" in name), "study"]
-)
+@pytest.mark.parametrize("name", SIZES)
 def test_qwen3s_sizes_take_the_computed_bytes(name: str, lnc: int) -> None:
     shape = replace(choose_block(replace(QWEN3[name], lnc=lnc)), rows=70, experts=1)
     chosen = fit(shape)
@@ -106,7 +96,7 @@ def test_qwen3s_sizes_fit(name: str, lnc: int) -> None:
         ("30B-A3B", 2, True, 384),
         ("235B-A22B", 1, False, 128),
         ("235B-A22B", 2, True, 128),
-        ("Coder-480B-A35B, a quarter of its experts", 1, False, 128),
+        ("Coder-480B-A35B", 1, False, 128),
     ],
 )
 def test_weights_stay_and_passes_are_as_wide_as_sbuf_lets_them(name: str, lnc: int, resident: bool, chunk: int) -> None:
@@ -115,7 +105,7 @@ def test_weights_stay_and_passes_are_as_wide_as_sbuf_lets_them(name: str, lnc: i
 
 
 def test_a_chosen_block_fits_where_larger_ones_do_not() -> None:
-    shape = QWEN3["Coder-480B-A35B, a quarter of its experts"]
+    shape = QWEN3["Coder-480B-A35B"]
     assert choose_block(shape).block == 128
     many_rows = replace(QWEN3["30B-A3B"], rows=32 * TOKENS * 8, experts=16)
     assert choose_block(replace(many_rows, rows=200_000)).block == 512
@@ -133,7 +123,7 @@ BASE = QWEN3["30B-A3B"]
         (replace(BASE, hidden=2000), "H is 2000 and must be a multiple of 128"),
         (replace(BASE, inner=192), "I is 192 and must be a multiple of 256: each of the 2 cores"),
         (replace(BASE, inner=192, lnc=1), "I is 192 and must be a multiple of 128; shard I over fewer devices"),
-        (replace(QWEN3["Coder-480B-A35B, a quarter of its experts"], experts=160), "5033164800 bytes, and a run-time"),
+        (replace(QWEN3["Coder-480B-A35B"], experts=160), "5033164800 bytes, and a run-time"),
         (
             replace(BASE, rows=TOKENS * 8 * 16),
             "rows of all slots take .* bytes, and a run-time offset reaches 4294967296",

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from qwen3conv.training.kernels.capacity import choose_block, fit
 from tests.kernels.conftest import NkiRunner
-from tests.kernels.expert_cases import TOLERANCE, error, make_case, routings, run_backward, wanted_backward
+from tests.kernels.expert_cases import (
+    QWEN3,
+    SIZES,
+    TOLERANCE,
+    error,
+    make_case,
+    routings,
+    run_backward,
+    wanted_backward,
+)
 
 
 def assert_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
@@ -53,3 +65,12 @@ def test_an_expert_without_rows_gets_gradients_of_zero(nki_runner: NkiRunner) ->
     for name in ("gate", "down", "up"):
         assert (found[name][[0, 2]] == 0).all()
         assert (found[name][1] != 0).any()
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("name", SIZES)
+def test_qwen3s_own_sizes_in_the_tiling_chosen_for_them(nki_runner: NkiRunner, name: str, lnc: int) -> None:
+    shape = choose_block(replace(QWEN3[name], lnc=lnc))
+    case = make_case([60, 0, 12], shape.hidden, shape.inner, torch.bfloat16)
+    found = run_backward(nki_runner, case, shape.block, lnc=lnc, chunk=fit(shape).chunk)
+    assert_gradients(found, wanted_backward(case, scaled=False), torch.bfloat16)

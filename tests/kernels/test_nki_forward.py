@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from qwen3conv.training.kernels.capacity import choose_block, fit
 from tests.kernels.conftest import NkiRunner
-from tests.kernels.expert_cases import TOLERANCE, error, make_case, routings, run_forward, wanted_forward
+from tests.kernels.expert_cases import QWEN3, SIZES, TOLERANCE, error, make_case, routings, run_forward, wanted_forward
 
 BOTH = [(1, True), (2, False)]
 """LNC, and whether an expert's weights stay in SBUF."""
@@ -41,3 +44,12 @@ def test_rows_are_scaled_by_their_affinity(nki_runner: NkiRunner, lnc: int) -> N
     case = make_case([3, 129, 0], 256, 256)
     y = run_forward(nki_runner, case, 256, lnc=lnc, scaled=True)
     assert error(y, wanted_forward(case, scaled=True)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize("name", SIZES)
+def test_qwen3s_own_sizes_in_the_tiling_chosen_for_them(nki_runner: NkiRunner, name: str, lnc: int) -> None:
+    shape = choose_block(replace(QWEN3[name], lnc=lnc))
+    case = make_case([60, 0, 12], shape.hidden, shape.inner, torch.bfloat16)
+    y = run_forward(nki_runner, case, shape.block, lnc=lnc, resident=fit(shape).resident)
+    assert error(y, wanted_forward(case, scaled=False)) <= TOLERANCE[torch.bfloat16]

@@ -1,35 +1,21 @@
-"""The operator with its kernels on the emulator: only the place that chooses where the experts run is replaced."""
+"""The operator by its kernels, on the emulator or the vendor's simulator: only ``dispatch`` is told another target."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from qwen3conv.tools.nki_emulator import Emulation, emulated_nki
 from qwen3conv.training.kernels import dispatch, nki_experts
 from qwen3conv.training.kernels.capacity import ExpertShape, choose_block
 from qwen3conv.training.kernels.errors import KernelError
 from qwen3conv.training.kernels.moe_experts import moe_experts
+from tests.kernels.conftest import NkiRunner, OnKernels
 from tests.kernels.expert_cases import TOLERANCE, Case, error, make_case, wanted_backward, wanted_forward
 
 NAMES = ("x", "gate", "down", "up", "affinity")
-OnKernels = Callable[[int], Emulation]
-
-
-@pytest.fixture
-def on_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[OnKernels]:
-    """Call it with an LNC: from there on the operator takes the CPU for a Neuron device with that."""
-    with emulated_nki() as emulation:
-
-        def choose(lnc: int) -> Emulation:
-            monkeypatch.setattr(dispatch, "target_of", lambda tensor: dispatch.Target(lnc))
-            return emulation
-
-        yield choose
 
 
 def leaves(case: Case, *, scaled: bool) -> dict[str, torch.Tensor]:
@@ -56,11 +42,10 @@ def routed(tokens: int, experts: int, top_k: int) -> list[int]:
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize(("top_k", "lnc", "scaled"), [(1, 1, False), (4, 2, True), (8, 2, False)])
 def test_output_and_all_gradients_are_the_references(on_kernels: OnKernels, top_k, lnc, scaled, dtype) -> None:
-    emulation = on_kernels(lnc)
+    launches = on_kernels(lnc)
     case = make_case(routed(60, 8, top_k), 128, 256, dtype)
     y, gradients = by_operator(case, scaled=scaled)
-    names = [run.kernel for run in emulation.runs]
-    assert names == (["forward_scaled", "backward_scaled"] if scaled else ["forward", "backward"])
+    assert launches == (["forward_scaled", "backward_scaled"] if scaled else ["forward", "backward"])
     assert error(y, wanted_forward(case, scaled=scaled)) <= TOLERANCE[dtype]
     wanted = wanted_backward(case, scaled=scaled)
     assert gradients.keys() == wanted.keys()
@@ -84,7 +69,7 @@ def test_the_operator_passes_opcheck_on_the_kernels(on_kernels: OnKernels) -> No
 
 
 def test_compile_makes_one_graph_around_the_kernels(on_kernels: OnKernels) -> None:
-    emulation = on_kernels(1)
+    launches = on_kernels(1)
     case = make_case([2, 3], 128, 128)
     given = leaves(case, scaled=False)
     x, *others = given.values()
@@ -95,7 +80,7 @@ def test_compile_makes_one_graph_around_the_kernels(on_kernels: OnKernels) -> No
     torch.testing.assert_close(y, 2 * wanted_y, rtol=0, atol=0)
     for name, gradient in zip(given, gradients, strict=True):
         torch.testing.assert_close(gradient, 2 * wanted[name], rtol=1e-6, atol=1e-6)
-    assert [run.kernel for run in emulation.runs] == ["forward", "backward"] * 2
+    assert launches == ["forward", "backward"] * 2
 
 
 class _FakeTarget(dispatch.Target):
@@ -120,10 +105,10 @@ def test_nothing_of_the_data_reaches_python() -> None:
 
 
 def test_a_shape_that_does_not_fit_is_refused_before_a_launch(on_kernels: OnKernels) -> None:
-    emulation = on_kernels(2)
+    launches = on_kernels(2)
     with pytest.raises(KernelError, match="I is 128 and must be a multiple of 256"):
         by_operator(make_case([3], 128, 128), scaled=False)
-    assert not emulation.runs
+    assert not launches
 
 
 def test_mixed_dtypes_are_refused_before_a_launch(on_kernels: OnKernels) -> None:
@@ -133,9 +118,22 @@ def test_mixed_dtypes_are_refused_before_a_launch(on_kernels: OnKernels) -> None
         moe_experts(x.bfloat16(), torch.tensor([3]), *others)
 
 
-def test_without_nki_the_kernels_say_where_it_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "target_of", lambda tensor: dispatch.Target(1))
-    with pytest.raises(KernelError, match=r"need nki of AWS Neuron .*pip\.repos\.neuron\.amazonaws\.com"):
+def test_a_device_is_called_as_the_simulator_is(on_kernels: OnKernels, nki_runner: NkiRunner) -> None:
+    if nki_runner.where != "emulator":
+        pytest.skip("the emulator alone takes both calls")
+    on_kernels(2)
+    case = make_case([0, 3, 1], 128, 256)
+    simulated = by_operator(case, scaled=True)
+    with dispatch.every_device_is(dispatch.Target(2)):
+        called = by_operator(case, scaled=True)
+    torch.testing.assert_close(called, simulated, rtol=0, atol=0)
+
+
+def test_without_nki_the_kernels_say_where_it_comes_from() -> None:
+    with (
+        dispatch.every_device_is(dispatch.Target(1)),
+        pytest.raises(KernelError, match=r"need nki of AWS Neuron .*pip\.repos\.neuron\.amazonaws\.com"),
+    ):
         by_operator(make_case([3], 128, 128), scaled=False)
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +23,12 @@ from .errors import KernelError
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device that runs NKI kernels."""
+    """What runs NKI kernels."""
 
     lnc: int
     """Physical cores per logical one."""
+    simulated: bool = False
+    """By ``nki.simulate``, on tensors of the CPU; otherwise on the device of the tensors."""
 
     def launch(self, module: str, kernel: str, *tensors: torch.Tensor, **constants: int) -> Any:
         """What ``kernel`` of ``module`` (in this package) returns; compiled once per shapes, dtypes and constants.
@@ -38,11 +42,38 @@ class Target:
                 f"the NKI expert kernels need nki of AWS Neuron ({error}); install it from AWS's index "
                 "(https://pip.repos.neuron.amazonaws.com), or train with torchtitan's own experts"
             ) from error
-        return getattr(loaded, kernel)[self.lnc](*tensors, **constants)
+        launched = getattr(loaded, kernel)[self.lnc]
+        if self.simulated:
+            launched = importlib.import_module("nki").simulate(launched)
+        return launched(*tensors, **constants)
+
+
+_everywhere: Target | None = None
 
 
 def target_of(tensor: torch.Tensor) -> Target | None:
     """The kernels' target for ``tensor``; None where the reference computes."""
+    if _everywhere is not None:
+        return _everywhere
     if tensor.device.type != "neuron":
         return None
-    return Target(int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")))
+    return Target(device_lnc())
+
+
+def device_lnc() -> int:
+    """Physical cores per logical one of the Neuron runtime: NEURON_LOGICAL_NC_CONFIG, 2 unless set on trn2."""
+    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+
+
+@contextmanager
+def every_device_is(target: Target) -> Iterator[None]:
+    """While inside, the operator runs its kernels on ``target`` wherever its tensors are: how they are tried on a CPU.
+
+    Of the process, not of the thread: autograd may run the backward pass in another.
+    """
+    global _everywhere
+    before, _everywhere = _everywhere, target
+    try:
+        yield
+    finally:
+        _everywhere = before
