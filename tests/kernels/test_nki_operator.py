@@ -151,6 +151,12 @@ def test_a_neuron_device_gets_the_kernels_for_its_logical_core(monkeypatch, vari
     assert dispatch.target_of(torch.empty(1)) is None
 
 
+def test_a_logical_core_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "eight")
+    with pytest.raises(KernelError, match="NEURON_LOGICAL_NC_CONFIG is 'eight' and must be 1 or 2"):
+        dispatch.device_lnc()
+
+
 def test_the_block_follows_from_shapes() -> None:
     shape = ExpertShape(rows=4096 * 8, hidden=2048, inner=768, experts=128)
     assert choose_block(shape).block == 128

@@ -158,13 +158,19 @@ def fit(shape: ExpertShape) -> Fit:
 def choose_block(shape: ExpertShape) -> ExpertShape:
     """``shape`` with the block size, of those that fit, for which the Tensor engine passes the fewest columns.
 
-    Per weight tile of 128 x 128 and block: 3 B in the forward and 8 B in the backward pass, and 128 for each of five
-    transposes. Raises KernelError as ``fit`` does where no block size fits.
+    Per weight tile of 128 x 128 and block in use: 3 B in the forward and 8 B in the backward pass, and 128 for each of
+    five transposes. Blocks in use: an expert's last is half full on average. Raises KernelError as ``fit`` does where
+    no block size fits.
     """
     fitting = [candidate for candidate in (replace(shape, block=block) for block in BLOCKS) if _fits(candidate)]
     if not fitting:
         fit(replace(shape, block=BLOCKS[0]))
-    return min(fitting, key=lambda candidate: candidate.blocks * (11 * candidate.block + 5 * PARTITIONS))
+    return min(fitting, key=_columns)
+
+
+def _columns(shape: ExpertShape) -> float:
+    used = max(shape.experts, shape.rows / shape.block + shape.experts / 2)
+    return used * (11 * shape.block + 5 * PARTITIONS)
 
 
 def _fits(shape: ExpertShape) -> bool:

@@ -42,7 +42,9 @@ class Target:
                 f"the NKI expert kernels need nki of AWS Neuron ({error}); install it from AWS's index "
                 "(https://pip.repos.neuron.amazonaws.com), or train with torchtitan's own experts"
             ) from error
-        launched = getattr(loaded, kernel)[self.lnc]
+        launched = getattr(loaded, kernel)
+        if self.lnc != 1:
+            launched = launched[self.lnc]
         if self.simulated:
             launched = importlib.import_module("nki").simulate(launched)
         return launched(*tensors, **constants)
@@ -62,7 +64,10 @@ def target_of(tensor: torch.Tensor) -> Target | None:
 
 def device_lnc() -> int:
     """Physical cores per logical one of the Neuron runtime: NEURON_LOGICAL_NC_CONFIG, 2 unless set on trn2."""
-    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+    found = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2")
+    if found not in ("1", "2"):
+        raise KernelError(f"NEURON_LOGICAL_NC_CONFIG is {found!r} and must be 1 or 2")
+    return int(found)
 
 
 @contextmanager

@@ -53,9 +53,10 @@ from .nki_tiles import (
 def forward(x, gate, up, down, slot_row, used, block_expert, resident=True):
     """y[c, n] = silu(x gate.T) * (x up.T) down.T for the rows x[slot_row[n]] and the expert of block n.
 
-    x (R + 1, H), its last row zero; slot_row (N, B, 1) int32; used (1, 1) int32, how many blocks are computed;
-    block_expert (N, 1) int32, where with ``resident`` an E stands for "the same as the block before".
-    y (C, N, B, H): of x's dtype on one core, float32 partial sums on two; blocks that are not used stay unwritten.
+    x (R + 1, H), its last row zero (or of tokens, where slot_row names those); slot_row (N, B, 1) int32; used (1, 1)
+    int32, how many blocks are computed; block_expert (N, 1) int32, where with ``resident`` an E stands for "the same as
+    the block before". y (C, N, B, H): of x's dtype on one core, float32 partial sums on two; blocks that are not used
+    stay unwritten.
     """
     return _forward(x, gate, up, down, slot_row, used, block_expert, None, False, resident)
 
