@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen3conv.training.kernels import dispatch, nki_experts
@@ -52,6 +53,25 @@ def test_output_and_all_gradients_are_the_references(on_kernels: OnKernels, top_
     for name, gradient in gradients.items():
         assert gradient.dtype == (torch.float32 if name == "affinity" else dtype)
         assert error(gradient, wanted[name]) <= TOLERANCE[dtype], name
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+def test_bf16_is_no_further_from_float64_than_torchs_grouped_products(on_kernels: OnKernels, lnc: int) -> None:
+    on_kernels(lnc)
+    case = make_case([40, 0, 90, 130], 256, 256, torch.bfloat16)
+    y, gradients = by_operator(case, scaled=False)
+    x, gate, down, up = leaves(case, scaled=False).values()
+    ends = torch.tensor(case.counts).cumsum(0).to(torch.int32)
+    h = F.silu(torch._grouped_mm(x, gate.transpose(1, 2), offs=ends)) * torch._grouped_mm(
+        x, up.transpose(1, 2), offs=ends
+    )
+    by_torch = torch._grouped_mm(h, down.transpose(1, 2), offs=ends)
+    gradients_by_torch = torch.autograd.grad(by_torch, (x, gate, down, up), case.dy.bfloat16())
+    wanted = {"y": wanted_forward(case, scaled=False), **wanted_backward(case, scaled=False)}
+    ours = {"y": y, **gradients}
+    theirs = {"y": by_torch.detach(), **dict(zip(NAMES, gradients_by_torch, strict=False))}
+    for name in wanted:
+        assert error(ours[name], wanted[name]) <= error(theirs[name], wanted[name]), name
 
 
 def test_no_rows_at_all_give_no_rows_and_gradients_of_zero(on_kernels: OnKernels) -> None:

@@ -124,5 +124,6 @@ def test_under_autocast_the_experts_compute_in_its_dtype(monkeypatch: pytest.Mon
         y = experts(x, counts)
         y.sum().backward()
     assert seen == [torch.float32] * 4 + [torch.bfloat16] * 4
+    assert x.grad is not None
     assert (y.dtype, x.grad.dtype, experts.w1_EFD.grad.dtype) == (torch.float32,) * 3
     torch.testing.assert_close(y, plain, rtol=0.05, atol=0.02)
