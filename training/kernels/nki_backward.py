@@ -63,6 +63,7 @@ def backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, k
 
     Tables as in ``schedule.Schedule``. dx has x's dtype, and is float32 where cores or passes add up to it; the
     gradients of the weights have the weights' dtype. ``chunk`` divides I / C and is a multiple of 128 up to 512.
+    Never compiled for or run on hardware.
     """
     tables = (slot_row, used, load_expert, store_expert, keep)
     dx, d_gate, d_up, d_down, _ = _backward((x, dy, gate, up, down), tables, x, False, chunk)
@@ -71,7 +72,10 @@ def backward(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, k
 
 @nki.jit
 def backward_scaled(x, dy, gate, up, down, slot_row, used, load_expert, store_expert, keep, affinity, chunk):
-    """``backward`` of ``forward_scaled``: also da (C, N, B, 1) float32, for ``affinity`` (R + 1, 1) float32."""
+    """``backward`` of ``forward_scaled``: also da (C, N, B, 1) float32, for ``affinity`` (R + 1, 1) float32.
+
+    Never compiled for or run on hardware.
+    """
     tables = (slot_row, used, load_expert, store_expert, keep)
     return _backward((x, dy, gate, up, down), tables, affinity, True, chunk)
 

@@ -56,14 +56,17 @@ def forward(x, gate, up, down, slot_row, used, block_expert, resident=True):
     x (R + 1, H), its last row zero (or of tokens, where slot_row names those); slot_row (N, B, 1) int32; used (1, 1)
     int32, how many blocks are computed; block_expert (N, 1) int32, where with ``resident`` an E stands for "the same as
     the block before". y (C, N, B, H): of x's dtype on one core, float32 partial sums on two; blocks that are not used
-    stay unwritten.
+    stay unwritten. Never compiled for or run on hardware.
     """
     return _forward(x, gate, up, down, slot_row, used, block_expert, None, False, resident)
 
 
 @nki.jit
 def forward_scaled(x, gate, up, down, slot_row, used, block_expert, affinity, resident=True):
-    """``forward``, each row times its ``affinity`` (R + 1, 1) float32, whose last row is zero."""
+    """``forward``, each row times its ``affinity`` (R + 1, 1) float32, whose last row is zero.
+
+    Never compiled for or run on hardware.
+    """
     return _forward(x, gate, up, down, slot_row, used, block_expert, affinity, True, resident)
 
 
