@@ -199,7 +199,7 @@ REFUSED: dict[str, list[tuple[str, type[Exception], str]]] = {
             "def body(i):\n  nisa.nc_matmul(dst=q, stationary=b, moving=b2, accumulate=True)\n"
             "nl.fori_loop(0, 2, body)",
             EmulationError,
-            "in one iteration",
+            "allocated outside the run-time loop",
         ),
         (
             "q = new((128, 2, 512), nl.float32, nl.psum).reshape((128, 1024)); "
@@ -278,6 +278,11 @@ REFUSED: dict[str, list[tuple[str, type[Exception], str]]] = {
             "nl.fori_loop(0, 2, lambda i: new((4, 4), nl.float32, nl.shared_hbm) and None)",
             EmulationError,
             "outside run-time",
+        ),
+        (
+            "nl.fori_loop(0, 1, lambda i: nisa.nc_transpose(dst=pb, data=b) and None)",
+            EmulationError,
+            "allocated outside the run-time loop",
         ),
         ("nl.while_loop(3, lambda r: r)", CallError, "init must be a register"),
         ("nl.while_loop(nisa.register_alloc(3), lambda r: None)", CallError, "returns the next register"),
