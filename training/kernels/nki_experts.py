@@ -2,6 +2,9 @@
 
 These kernels were never compiled for or run on hardware. Nothing here looks at a value: all shapes, and the choice of
 block, follow from shapes. Legend: R rows sorted by expert, H hidden size, I intermediate size, E experts.
+
+HBM beside the operands, until a call returns: the padded copy of the rows, and the slots' rows, C x N x B x H of x's
+dtype on one core and float32 on two: 803 MB for 4096 tokens of Qwen3-30B-A3B, B 128, LNC 2.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ third of its time at B 256, half of it at B 128. The other choices were a transp
 step (1.2 GB read and 1.2 GB written per layer of 30B-A3B), or DMA transposes, whose speed on trn2 nobody here knows.
 
 **Weights.** ``resident`` keeps one expert's weights in SBUF from block to block, and loads them only where the expert
-changes: elsewhere the plan holds E, an address out of bounds, and ``oob_mode.skip`` leaves the tiles as they are. Where
-they do not fit (``capacity``), they are streamed tile by tile, for every block again.
+changes: elsewhere the plan holds E, an address out of bounds, and ``oob_mode.skip`` leaves the tiles as they are, which
+is how nkilib's own blockwise kernels skip weights (nki-library of Neuron 2.29, ``moe_cte``). Where they do not fit
+(``capacity``), they are streamed tile by tile, for every block again.
 
 **Two cores.** Each computes half of I, and writes its own slab of partial sums, in float32; their sum is taken outside.
 """
