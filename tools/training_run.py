@@ -5,13 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
@@ -20,15 +17,15 @@ from qwen3conv.converters.errors import ConversionError, DestinationError, Polic
 from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
-from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
+from qwen3conv.training.launch import Run, has_chat_template, read_record
+from qwen3conv.training.run_lock import LOCK, RunLock
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import Source, resolve_source
 from .simulate import CORE_BYTES, Job, held_by_rank, suggest
+from .torchrun import launch
 
 Announce = Callable[[str], None]
-
-_POLL_SECONDS = 0.5
 
 
 def look(source: str, announce: Announce = lambda message: None) -> tuple[Source, Qwen3Config]:
@@ -91,7 +88,7 @@ def make_source(run: Run, found: Source, source: str, *, needs_template: bool = 
                 "another --output"
             )
         return
-    if run.folder.exists() and any(run.folder.iterdir()):
+    if run.folder.exists() and any(path.name != LOCK for path in run.folder.iterdir()):
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     origin = {**found.origin, "path": source, "trains": str(place.resolve())}
@@ -103,8 +100,6 @@ def make_source(run: Run, found: Source, source: str, *, needs_template: bool = 
             raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
     except BaseException:
         shutil.rmtree(run.source, ignore_errors=True)
-        if not os.listdir(run.folder):
-            run.folder.rmdir()
         raise
 
 
@@ -165,14 +160,16 @@ def check_data(run: Run) -> None:
     add_to_record(run.record, data=found)
 
 
-def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None) -> None:
+def carry_out_run(
+    run: Run, lock: RunLock, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None
+) -> None:
     """Train, and export with parameters of ``dtype`` (a dtype code): every ``export_every`` steps, and the last one.
 
     Raises:
         ConversionError: training ended with an error; checkpoints that are there can be gone on from.
     """
     begun = time.monotonic()
-    launch(run, lambda: _export_on_the_way(run, dtype, announce))
+    launch(run, lock, lambda: _export_on_the_way(run, dtype, announce))
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}
@@ -184,33 +181,6 @@ def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Annou
         written = _export(run, step, folder, run.export, run.adapter, dtype)
         facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
     add_to_record(run.record, seconds=round(time.monotonic() - begun, 1), **facts)
-
-
-def launch(run: Run, meanwhile: Callable[[], None] = lambda: None, *, log: int | IO[bytes] = 2) -> None:
-    """Run ``torchrun`` to its end, calling ``meanwhile`` now and then; its output goes to ``log``, stderr by default.
-
-    Raises:
-        ConversionError: it ended with an error; the message has the reason that a rank left.
-    """
-    with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
-        errors = Path(room) / "errors"
-        # torchtitan's log is no result, so it goes to stderr
-        command = run.command(log_dir=Path(room))
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, ERRORS: str(errors)})
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                meanwhile()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if process.returncode:
-            said = errors.read_text(encoding="utf-8").strip() if errors.is_file() else "what it said is above"
-            raise ConversionError(
-                f"training ended with code {process.returncode}: {said}\n"
-                f"What it saved is in {run.folder / 'checkpoint'}: the same command goes on from there"
-            )
 
 
 def _last_step(run: Run) -> tuple[int, Path]:

@@ -5,18 +5,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+import signal
 import sys
 
 from qwen3conv.converters.errors import ConversionError
 
 from .devices import prepare_torchtitan
-from .launch import ERRORS
+from .lifeline import end_with_parent
+from .torchrun import report
 
 
 def main(arguments: list[str]) -> None:
     """Train as torchtitan's command line says."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun leaves its ranks running when it is killed
+        end_with_parent(os.getppid(), signal.SIGKILL)
     device: str | None = None
     if "--device" in arguments:
         at = arguments.index("--device")
@@ -24,7 +27,7 @@ def main(arguments: list[str]) -> None:
     try:
         prepare_torchtitan(device)
     except ConversionError as error:
-        _report(str(error))
+        report(str(error))
         sys.exit(f"Error: {error}")
     from .titan import train
 
@@ -32,15 +35,8 @@ def main(arguments: list[str]) -> None:
     try:
         train()
     except ConversionError as error:  # the user's data or degrees: their lines, not where they were noticed
-        _report(str(error))
+        report(str(error))
         sys.exit(f"Error: {error}")
-
-
-def _report(message: str) -> None:
-    """Leave the reason for the command that launched this rank, which torchrun tells only an exit code."""
-    if place := os.environ.get(ERRORS):
-        with contextlib.suppress(OSError), open(place, "x", encoding="utf-8") as file:
-            file.write(message)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ LOSS_CHUNKS = 8
 ERRORS = "QWEN3CONV_ERRORS"
 """Environment variable with a file that the first rank to fail writes a reason to, for the command that launched it."""
 
+JOINS = "QWEN3CONV_JOINS"
+"""Environment variable of ranks whose command holds the lock of the run, which rank 0 shares then."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lora:

@@ -6,6 +6,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass, replace
@@ -20,11 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from qwen3conv.converters.config import Qwen3Config, read_config
 
 from .data.loader import ChatDataLoader
+from .launch import JOINS
 from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .progress import Progress
+from .run_lock import lock_run
 from .run_record import RunRecord
 from .titan import (
     ChunkedLossWrapper,
@@ -71,6 +74,9 @@ class QwenTrainer(Trainer):
         """Where the run is recorded, in ``dump_folder``."""
 
     def __init__(self, config: Config) -> None:
+        self._lock = None
+        if os.environ.get("RANK", "0") == "0":
+            self._lock = lock_run(Path(config.dump_folder), "rank 0", joins=JOINS in os.environ)
         place = Path(config.hf_assets_path) / "config.json"
         source = read_config(place)
         if config.model_size:
@@ -113,6 +119,12 @@ class QwenTrainer(Trainer):
         targets = check_targets(split_targets(config.lora_targets), is_moe=source.geometry.is_moe)
         model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
         return replace(spec, model=model)
+
+    def close(self) -> None:
+        """End, and let another process train this run."""
+        super().close()
+        if self._lock is not None:
+            self._lock.release()
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor

@@ -81,6 +81,7 @@ def ladder(
     from qwen3conv.tools.ladder_picture import draw_ladder
     from qwen3conv.tools.training_run import check_data, look, make_source, require_training
     from qwen3conv.training.launch import Run, typed
+    from qwen3conv.training.run_lock import lock_run
 
     require_training()
     from qwen3conv.training.devices import choose_device
@@ -102,8 +103,9 @@ def ladder(
         for rung in all_rungs:
             say(f"{rung.name}: {typed(run_of(base, rung, output / 'rungs' / rung.name).command())}")
         return
-    make_source(base, found_source, source, needs_template=False)
-    check_data(base)
+    with lock_run(output, "qwen3conv ladder"):
+        make_source(base, found_source, source, needs_template=False)
+        check_data(base)
     climbed = []
     settings = {
         "from": source,

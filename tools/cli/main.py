@@ -80,7 +80,10 @@ class Main(click.Group):
 
     def _interrupted(self, ctx: click.Context) -> str:
         command = self.commands.get(ctx.invoked_subcommand or "")
-        can_resume = command is not None and any(parameter.name == "resume" for parameter in command.params)
+        can_resume = command is not None and any(
+            parameter.name == "resume" and isinstance(parameter, click.Option) and parameter.is_flag
+            for parameter in command.params
+        )
         return "interrupted; run again with --resume" if can_resume else "interrupted"
 
 

@@ -129,6 +129,7 @@ def train(
     )
     from qwen3conv.training.launch import Run, check_run, read_record, typed
     from qwen3conv.training.layouts import LAYOUT
+    from qwen3conv.training.run_lock import lock_run
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
@@ -170,16 +171,17 @@ def train(
     from qwen3conv.training.devices import choose_device  # it loads torch
 
     check_memory(run, config, choose_device(device))
-    if source is not None:
-        make_source(run, place, source)
-    else:
-        check_resumed(run, resume or "")
-    check_data(run)
-    if run.changes_data_ranks():
-        warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
-    note(f"training: {typed(run.command())}")
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
-    carry_out_run(run, code, exports=not no_export, announce=note)
+    with lock_run(output, "qwen3conv train") as lock:
+        if source is not None:
+            make_source(run, place, source)
+        else:
+            check_resumed(run, resume or "")
+        check_data(run)
+        if run.changes_data_ranks():
+            warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
+        note(f"training: {typed(run.command())}")
+        carry_out_run(run, lock, code, exports=not no_export, announce=note)
     record = read_record(run.record)
     _draw(run, record)
     if json:
