@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from qwen3conv.converters.checkpoint import find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
@@ -28,16 +29,24 @@ from .torchrun import launch
 Announce = Callable[[str], None]
 
 
-def look(source: str, announce: Announce = lambda message: None) -> tuple[Source, Qwen3Config]:
-    """The checkpoint's place and its config, without which nothing can be trained.
+def look(
+    source: str, like: Path | None = None, announce: Announce = lambda message: None
+) -> tuple[Source, Qwen3Config]:
+    """The checkpoint's place and its config, or that in ``like``, without which nothing can be trained.
 
     Raises:
         SourceError: it has none, or is no checkpoint.
+        PolicyError: it has one, and ``like`` another.
     """
     found = resolve_source(source, announce=announce)
-    checkpoint = open_checkpoint(found.path)
+    checkpoint = open_checkpoint(found.path, like=like)
+    if like is not None and (own := find_config(checkpoint.path)) is not None:
+        raise PolicyError(f"{source} has a config.json of its own, {own}: leave --like out")
     if checkpoint.config is None:
-        raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
+        raise SourceError(
+            f"{source} has no config.json, without which it is not known what to compute: give --like, the model's "
+            "folder or hub id"
+        )
     return replace(found, path=checkpoint.path), checkpoint.config
 
 
@@ -70,8 +79,10 @@ def require_training() -> None:
         raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
 
 
-def make_source(run: Run, found: Source, source: str, *, needs_template: bool = True) -> None:
+def make_source(run: Run, found: Source, source: str, like: Path | None = None, *, needs_template: bool = True) -> None:
     """Make ``RUN/source`` of the checkpoint in ``found``, unless an earlier try of the same run did.
+
+    ``like`` has config and tokenizer of a checkpoint that has none.
 
     Raises:
         DestinationError: the folder is in use for something else.
@@ -93,7 +104,7 @@ def make_source(run: Run, found: Source, source: str, *, needs_template: bool = 
     run.folder.mkdir(parents=True, exist_ok=True)
     origin = {**found.origin, "path": source, "trains": str(place.resolve())}
     try:
-        carry_out(prepare(place, run.source, run.source_format, origin=origin))
+        carry_out(prepare(place, run.source, run.source_format, replace(DEFAULTS, like=like), origin=origin))
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and needs_template and not has_chat_template(run.assets):

@@ -86,7 +86,7 @@ def ladder(
     require_training()
     from qwen3conv.training.devices import choose_device
 
-    found_source, config = look(source, note)
+    found_source, config = look(source, announce=note)
     chosen = choose_device(device)
     compiler = compile_backend or {"neuron": "neuron", "cpu": "aot_eager"}.get(chosen, "inductor")
     all_rungs = usual_rungs(tp, fsdp, is_moe=config.geometry.is_moe, compile_backend=compiler)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .command import Command
-from .options import DESTINATION, json_option
+from .options import DESTINATION, json_option, like_option
 from .output import note, print_json, say, warn
 from .values import ModelSize, Place
 
@@ -26,6 +26,7 @@ _DTYPES = ("source", "float32", "bfloat16")
     context_settings={"ignore_unknown_options": True},
 )
 @click.option("--from", "source", type=Place(), metavar="SRC", help="A checkpoint of any format.")
+@like_option("Config and tokenizer, where SRC has none.")
 @click.option(
     "--resume", type=Place(), metavar="ORG/RUN[@STEP]", help="In place of --from: a state that push --state sent."
 )
@@ -77,6 +78,7 @@ _DTYPES = ("source", "float32", "bfloat16")
 @json_option
 def train(
     source: str | None,
+    like: str | None,
     resume: str | None,
     data: str,
     validation: str | None,
@@ -117,6 +119,7 @@ def train(
     """
     from qwen3conv.converters.dtypes import FROM_TORCH_NAME
     from qwen3conv.converters.placement import Mesh
+    from qwen3conv.tools.hub import resolve_like
     from qwen3conv.tools.training_run import (
         carry_out_run,
         check_data,
@@ -135,8 +138,11 @@ def train(
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
     if (source is None) == (resume is None):
         raise click.UsageError("give either --from, a checkpoint to start from, or --resume, a run to go on with")
+    if like is not None and source is None:
+        raise click.UsageError("--like is for --from; a run on the hub has config and tokenizer of its own")
+    assets = None if like is None else resolve_like(like, announce=note).path
     if source is not None:
-        place, config = look(source, announce=note)
+        place, config = look(source, assets, announce=note)
     else:
         config = resume_from_hub(resume or "", output, announce=note)
     layout = Mesh() if model is None else LAYOUT[model]
@@ -174,7 +180,7 @@ def train(
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
     with lock_run(output, "qwen3conv train") as lock:
         if source is not None:
-            make_source(run, place, source)
+            make_source(run, place, source, assets)
         else:
             check_resumed(run, resume or "")
         check_data(run)
