@@ -316,7 +316,7 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
         document = json.loads(session.call(f"qwen3conv {command} {arguments} --json").output)
         assert set(document) == listed[command], command
     keys = ["run", "export", "record", "data", "versions", "device", "ranks", "degrees", "tokens_per_step", "lora"]
-    keys += ["run.json", "learning_rate", "rows_left_out", "shapes", "seconds", "source", "steps"]
+    keys += ["run.json", "learning_rate", "rows_left_out", "legs", "shapes", "seconds", "source", "steps"]
     assert listed["train"] == {*keys}  # and see test_native
     assert listed["ladder"] >= {"rungs", "tolerance"}  # and see test_ladder
     simulated = json.loads(session.call("qwen3conv simulate --model 0.6B --json").output)

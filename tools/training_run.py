@@ -18,7 +18,7 @@ from qwen3conv.converters.errors import ConversionError, DestinationError, Polic
 from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
-from qwen3conv.training.launch import Run, has_chat_template, read_record
+from qwen3conv.training.launch import Run, has_chat_template, read_record, typed
 from qwen3conv.training.run_lock import LOCK, RunLock
 from qwen3conv.training.run_record import add_to_record
 
@@ -159,16 +159,40 @@ def check_data(run: Run) -> None:
 
     Raises:
         SourceError: the rows cannot be read, or are others than before.
+        PolicyError: another part of them was held out before.
     """
-    found = {"data": run.data, "digest": digest_rows(run.data)}
+    found: dict[str, object] = {"data": run.data, "digest": digest_rows(run.data)}
+    if run.validation_fraction is not None:
+        found["validation_fraction"] = run.validation_fraction
     before = read_record(run.record).get("data") if run.record.is_file() and run.checkpoints() else None
     begins_anew = any("dataloader" in flag for flag in run.extra)
+    fraction = "validation_fraction"
+    if isinstance(before, dict) and before.get(fraction) != found.get(fraction) and not begins_anew:
+        raise PolicyError(
+            f"{run.folder} was trained with --validation-fraction {before.get(fraction) or 0:g} so far: with another "
+            "one it would train on rows that were held out; repeat it, or name another --output"
+        )
     if isinstance(before, dict) and before.get("digest") != found["digest"] and not begins_anew:
         raise SourceError(
             f"{run.data} is not what {run.folder} was trained on so far ({before.get('data')}); give that, another "
             "--output, or --checkpoint.exclude_from_loading dataloader to go on with the new rows from their beginning"
         )
     add_to_record(run.record, data=found)
+
+
+def has_steps_left(run: Run) -> bool:
+    """Whether the run, as it was saved last, has steps before it; those of a recipe are not known here.
+
+    Raises:
+        PolicyError: it went further than it is asked to go.
+    """
+    reached = run.checkpoints()[-1][0] if run.checkpoints() else 0
+    if run.steps is not None and reached > run.steps:
+        raise PolicyError(
+            f"{run.folder} is already at step {reached}, beyond --steps {run.steps}, which counts those before too: "
+            "give more of them, or another --output"
+        )
+    return run.steps is None or reached < run.steps
 
 
 def carry_out_run(
@@ -180,7 +204,11 @@ def carry_out_run(
         ConversionError: training ended with an error; checkpoints that are there can be gone on from.
     """
     begun = time.monotonic()
-    launch(run, lock, lambda: _export_on_the_way(run, dtype, announce))
+    if has_steps_left(run):
+        announce(f"training: {typed(run.command())}")
+        launch(run, lock, lambda: _export_on_the_way(run, dtype, announce))
+    else:
+        announce(f"{run.folder} is already at step {run.steps}: no step is left to train")
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}

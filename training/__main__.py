@@ -26,17 +26,15 @@ def main(arguments: list[str]) -> None:
         device, arguments[at : at + 2] = arguments[at + 1], []
     try:
         prepare_torchtitan(device)
-    except ConversionError as error:
-        report(str(error))
-        sys.exit(f"Error: {error}")
-    from .titan import train
+        from .command_line import check_command_line
+        from .titan import train
 
-    sys.argv[1:] = arguments
-    try:
+        check_command_line(arguments)
+        sys.argv[1:] = arguments
         train()
     except ConversionError as error:  # the user's data or degrees: their lines, not where they were noticed
-        report(str(error))
-        sys.exit(f"Error: {error}")
+        # the command that launched this rank says it, once for all ranks
+        sys.exit(1 if report(str(error)) else f"Error: {error}")
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ class Run:
     lora: Lora | None = None
     validation: str | None = None
     """Rows whose loss is computed every ``validate_every`` steps, and that are not trained on."""
+    validation_fraction: float | None = None
+    """In place of ``validation``: the part of ``data``, 0 to 1, that is held out for it."""
     validate_every: int | None = None
     export_every: int | None = None
     """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
@@ -83,6 +85,11 @@ class Run:
     def is_sft(self) -> bool:
         """Whether rows are chats or completions, read by our loader, and not texts, read by torchtitan's."""
         return self.recipe.endswith("sft")
+
+    @property
+    def validates(self) -> bool:
+        """Whether a loss of rows that are not trained on is computed."""
+        return self.validation is not None or self.validation_fraction is not None
 
     @property
     def source_format(self) -> str:
@@ -133,7 +140,8 @@ class Run:
         words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
-        words += ["--validator.enable"] if self.validation is not None else []
+        words += ["--validator.enable"] if self.validates else []
+        words += ["--validator.dataloader.held_out"] if self.validation_fraction is not None else []
         words += ["--balance_experts"] if self.balance_experts else []
         if self.lora is not None:
             words += ["--checkpoint.initial_load_in_hf", "--lora_rank", str(self.lora.rank)]
@@ -152,8 +160,12 @@ class Run:
             "checkpoint.interval": self.save_every or self.export_every,
             "learning_rate": self.learning_rate,
             "dataloader.on_bad_row": self.on_bad_row,
-            "dataloader.on_long_row": self.on_bad_row,
-            "validator.dataloader.source": None if self.validation is None else place_of(self.validation),
+            "dataloader.on_long_row": self.on_bad_row if self.is_sft else None,
+            "dataloader.validation_fraction": self.validation_fraction,
+            "validator.dataloader.source": place_of(self.validation or self.data) if self.validates else None,
+            "validator.dataloader.validation_fraction": self.validation_fraction,
+            "validator.dataloader.on_bad_row": self.on_bad_row if self.validates else None,
+            "validator.dataloader.on_long_row": self.on_bad_row if self.validates else None,
             "validator.freq": self.validate_every,
         }
         return {
@@ -272,14 +284,14 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         )
     if config.rope_scaling is not None and run.backend != "transformers":
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
-    if run.on_bad_row is not None and not run.is_sft:
-        problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
     if run.backend == "nki-moe" and not geometry.is_moe:
         problems.append("--backend nki-moe is for MoE models; this one is dense")
     if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
         problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
-    if run.validate_every is not None and run.validation is None:
-        problems.append("--validate-every is for rows to validate with; give --validation")
+    if run.validate_every is not None and not run.validates:
+        problems.append("--validate-every is for rows to validate with; give --validation or --validation-fraction")
+    if run.validation is not None and run.validation_fraction is not None:
+        problems.append("--validation and --validation-fraction name other rows to validate with; give one of them")
     if run.export_every is not None and run.export_every % (run.save_every or run.export_every):
         problems.append(f"--export-every {run.export_every} is no multiple of --save-every {run.save_every}")
     if run.lora is not None and run.backend != "native":

@@ -35,11 +35,17 @@ def main(parent: int, arguments: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def report(message: str) -> None:
-    """Leave the reason for the command that launched this process, unless there is one; torchrun tells only a code."""
-    if place := os.environ.get(ERRORS):
-        with contextlib.suppress(OSError), open(place, "x", encoding="utf-8") as file:
-            file.write(message)
+def report(message: str) -> bool:
+    """Leave the reason for the command that launched this process, unless there is one; torchrun tells only a code.
+
+    Returns whether there is such a command, which shows it.
+    """
+    place = os.environ.get(ERRORS)
+    if place is None:
+        return False
+    with contextlib.suppress(FileExistsError), open(place, "x", encoding="utf-8") as file:
+        file.write(message)
+    return True
 
 
 if __name__ == "__main__":

@@ -37,6 +37,12 @@ _DTYPES = ("source", "float32", "bfloat16")
     help="Texts, or for sft messages or prompts: .jsonl, .parquet, a folder, or org/name[:split] of the hub.",
 )
 @click.option("--validation", metavar="ROWS", help="Rows to compute a loss of, and not to train on.")
+@click.option(
+    "--validation-fraction",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="X",
+    help="Or hold this part of --data out for it.",
+)
 @click.option("--validate-every", type=click.IntRange(min=1), metavar="N", help="Steps between these losses.")
 @click.option("--output", type=DESTINATION, required=True, metavar="RUN", help="Folder of the run; again, to go on.")
 @click.option(
@@ -62,7 +68,7 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--device", type=click.Choice(["neuron", "cuda", "cpu"]), help="Default: the best that is there.")
 @click.option("--balance-experts", is_flag=True, help="Train MoE's routing bias, which an export cannot hold.")
 @click.option(
-    "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long included. Default: stop."
+    "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long are bad too. Default: stop."
 )
 @click.option("--no-packing", is_flag=True, help="Of sft: one row per sequence, padded.")
 @click.option(
@@ -82,6 +88,7 @@ def train(
     resume: str | None,
     data: str,
     validation: str | None,
+    validation_fraction: float | None,
     validate_every: int | None,
     output: Path,
     model: str | None,
@@ -165,6 +172,7 @@ def train(
         packing=not no_packing,
         lora=_lora(config, lora_rank, lora_alpha, lora_targets),
         validation=validation,
+        validation_fraction=validation_fraction,
         validate_every=validate_every,
         export_every=export_every,
         extra=flags,
@@ -186,7 +194,6 @@ def train(
         check_data(run)
         if run.changes_data_ranks():
             warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
-        note(f"training: {typed(run.command())}")
         carry_out_run(run, lock, code, exports=not no_export, announce=note)
     record = read_record(run.record)
     _draw(run, record)

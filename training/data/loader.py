@@ -23,6 +23,7 @@ from qwen3conv.converters.errors import PolicyError, SourceError
 from qwen3conv.training.titan import IGNORE_INDEX, ParallelAwareDataloader
 
 from .encoded import EncodedRows, Encoding, encoded_rows
+from .rows import Part
 
 
 class SequenceDataset(IterableDataset[Any]):
@@ -129,6 +130,10 @@ class ChatDataLoader(ParallelAwareDataloader):
         infinite: bool = True
         tokenizer_path: str = ""
         """Folder with the tokenizer and its chat template."""
+        validation_fraction: float = 0.0
+        """Of the rows, 0 to 1, that is not trained on; by what they say, so that copies of a row stay together."""
+        held_out: bool = False
+        """Whether these are that fraction, rather than the other rows."""
         cache: str = ""
         """Folder of encoded rows, shared by the ranks of a machine; without one they go with the process."""
 
@@ -157,6 +162,7 @@ class ChatDataLoader(ParallelAwareDataloader):
             config.on_long_row,
             seq_len,
             Path(config.tokenizer_path),
+            Part(config.validation_fraction, config.held_out),
         )
         self._room = None if config.cache else tempfile.TemporaryDirectory(prefix="qwen3conv-rows-")
         rows = encoded_rows(encoding, hf, Path(config.cache if self._room is None else self._room.name))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qwen3conv.training.data.loader import ChatDataLoader
 from qwen3conv.training.recipes.sizes import recipes_of_sizes
-from qwen3conv.training.text import text_loader
+from qwen3conv.training.text import TextDataLoader
 from qwen3conv.training.titan import (
     CheckpointManager,
     DebugConfig,
@@ -28,7 +28,7 @@ def pretrain() -> QwenTrainer.Config:
     """
     return QwenTrainer.Config(
         metrics=MetricsProcessor.Config(log_freq=1),
-        dataloader=text_loader(),
+        dataloader=TextDataLoader.Config(),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_type="cosine", min_lr_factor=0.1),
         training=TrainingConfig(local_batch_size=1, seq_len=2048, steps=1000),
         # torchtitan's default backend holds parameters that FSDP2 of torch 2.13 cannot shard on more than one rank

@@ -14,7 +14,7 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.validate import Validator
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -47,6 +47,7 @@ __all__ = [
     "TORCH_DTYPE_MAP",
     "CheckpointManager",
     "ChunkedLossWrapper",
+    "ConfigManager",
     "CosSinRoPE",
     "CrossEntropyLoss",
     "DatasetConfig",
