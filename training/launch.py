@@ -16,7 +16,7 @@ from pathlib import Path
 
 from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.config_json import read_json_object
-from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
+from qwen3conv.converters.errors import ConversionError, PolicyError, SourceError, enumerate_problems
 from qwen3conv.converters.manifest import ASSETS
 from qwen3conv.converters.placement import Mesh, check_mesh
 
@@ -30,6 +30,10 @@ ERRORS = "QWEN3CONV_ERRORS"
 
 JOINS = "QWEN3CONV_JOINS"
 """Environment variable of ranks whose command holds the lock of the run, which rank 0 shares then."""
+
+
+class CommandLineError(ConversionError):
+    """What ``torchrun`` was given is no run: a module, recipe, flag, value or number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,31 +260,17 @@ def check_run(run: Run, config: Qwen3Config) -> None:
     if run.model is not None:
         check_size(run.model, geometry, "the source")
     check_mesh(mesh, geometry)
-    problems = []
+    problems = shape_problems(config, mesh, run.seq_len)
     if mesh.pp > 1:
         problems.append("pp: torchtitan 0.3's pipelines need a newer torch than 2.13")
-    if geometry.num_key_value_heads % mesh.tp:
-        problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
     if run.model is not None and run.recipe not in ("pretrain", "sft"):
         problems.append(f"--model is for --recipe pretrain and sft, not {run.recipe}")
-    if run.seq_len is not None:
-        if run.seq_len > config.max_position_embeddings:
-            problems.append(f"sequences of {run.seq_len} are longer than the model's {config.max_position_embeddings}")
-        for number, why in ((LOSS_CHUNKS, "torchtitan's parts of the loss"), (mesh.tp, "tensor-parallel ranks")):
-            if run.seq_len % number:
-                problems.append(f"sequences of {run.seq_len} do not divide among {number} {why}")
     at_once = run.local_batch_size or 1
     each = at_once * mesh.fsdp
     if run.batch_size is not None and run.batch_size % each:
         problems.append(
             f"a batch of {run.batch_size} is no multiple of {each}: {at_once} sequences at a time on each "
             f"of {mesh.fsdp} data-parallel ranks"
-        )
-    if config.tie_word_embeddings and min(mesh.tp, mesh.fsdp) > 1 and geometry.vocab_size % (mesh.tp * mesh.fsdp):
-        # the second step's loss is another one than on one rank; where the rows divide, or the head is untied, the same
-        problems.append(
-            f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
-            "which torchtitan 0.3 on torch 2.13 trains wrongly"
         )
     if config.rope_scaling is not None and run.backend != "transformers":
         problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
@@ -302,6 +292,26 @@ def check_run(run: Run, config: Qwen3Config) -> None:
         problems.append("--balance-experts is for MoE models; this one is dense")
     if problems:
         raise PolicyError(enumerate_problems("this run cannot be:", problems))
+
+
+def shape_problems(config: Qwen3Config, mesh: Mesh, seq_len: int | None) -> list[str]:
+    """What of the model does not divide among ranks, or is less than a sequence of ``seq_len`` tokens."""
+    geometry, problems = config.geometry, []
+    if geometry.num_key_value_heads % mesh.tp:
+        problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
+    if seq_len is not None:
+        if seq_len > config.max_position_embeddings:
+            problems.append(f"sequences of {seq_len} are longer than the model's {config.max_position_embeddings}")
+        for number, why in ((LOSS_CHUNKS, "torchtitan's parts of the loss"), (mesh.tp, "tensor-parallel ranks")):
+            if seq_len % number:
+                problems.append(f"sequences of {seq_len} do not divide among {number} {why}")
+    if config.tie_word_embeddings and min(mesh.tp, mesh.fsdp) > 1 and geometry.vocab_size % (mesh.tp * mesh.fsdp):
+        # the second step's loss is another one than on one rank; where the rows divide, or the head is untied, the same
+        problems.append(
+            f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
+            "which torchtitan 0.3 on torch 2.13 trains wrongly"
+        )
+    return problems
 
 
 def typed(words: list[str]) -> str:

@@ -19,10 +19,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from qwen3conv.converters.config import Qwen3Config, read_config
-from qwen3conv.converters.errors import PolicyError
+from qwen3conv.converters.errors import PolicyError, enumerate_problems
+from qwen3conv.converters.placement import Mesh, check_mesh
 
 from .data.loader import ChatDataLoader
-from .launch import JOINS
+from .launch import JOINS, shape_problems
 from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
@@ -82,6 +83,7 @@ class QwenTrainer(Trainer):
         source = read_config(place)
         if config.model_size:
             check_size(config.model_size, source.geometry, str(place))
+        check_shapes(source, config)
         self._fit(config, source)
         self._shapes: list[tuple[int, ...]] = []
         self._run_record: RunRecord | None = None
@@ -163,6 +165,25 @@ class QwenTrainer(Trainer):
                 self._run_record.add(shapes=self._shapes)
         found: tuple[torch.Tensor, torch.Tensor, dict[str, Any]] = super().post_dataloading_process(input_dict, labels)
         return found
+
+
+def check_shapes(source: Qwen3Config, config: QwenTrainer.Config) -> None:
+    """Refuse degrees and sequences that do not fit the model, before torchtitan trips over them.
+
+    Raises:
+        PolicyError: everything that does not fit, at once.
+    """
+    degrees = config.parallelism
+    fsdp = degrees.data_parallel_shard_degree
+    if fsdp < 1:  # what the other degrees leave
+        others = degrees.data_parallel_replicate_degree * degrees.context_parallel_degree
+        others *= degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree
+        fsdp = int(os.environ.get("WORLD_SIZE", "1")) // others
+    mesh = Mesh(tp=degrees.tensor_parallel_degree, fsdp=fsdp, ep=degrees.expert_parallel_degree)
+    check_mesh(mesh, source.geometry)
+    problems = shape_problems(source, mesh, config.training.seq_len)
+    if problems:
+        raise PolicyError(enumerate_problems("this run cannot be:", problems))
 
 
 class TransformersTrainer(QwenTrainer):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from qwen3conv.training.devices import prepare_torchtitan
 from qwen3conv.training.run_record import RunRecord
 from tests.cli.conftest import write_model
 from tests.models import even_texts, saved_model
@@ -74,28 +73,6 @@ def test_steps_that_are_done_are_not_trained_again_and_fewer_are_refused(tmp_pat
     assert "is already at step 4: no step is left to train" in ended.stderr
     assert "The trained model" in ended.stdout
     assert (tmp_path / "run" / "export" / "model.safetensors").is_file()
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--training.step", "4"], "Unrecognized options: --training.step, 4; perhaps --training.steps or"),
-        (["--training.seq_len", "x"], "invalid literal for int() with base 10: 'x'"),
-        (["--training.steps"], "Missing value for argument '--training.steps'"),
-        (["activation-checkpoint:ful"], "Unrecognized options: activation-checkpoint:ful"),
-    ],
-)
-def test_a_flag_that_torchtitan_does_not_take_is_one_line(words: list[str], said: str) -> None:
-    prepare_torchtitan("cpu")
-    from qwen3conv.training.command_line import CommandLineError, check_command_line
-
-    recipe = ["--module", "qwen3conv.training.recipes.native", "--config", "tiny"]
-    check_command_line([*recipe, "--training.steps", "4"])
-    with pytest.raises(CommandLineError) as caught:
-        check_command_line([*recipe, *words])
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert "\u2500" not in str(caught.value)
 
 
 def test_a_run_that_fails_before_its_first_step_ends_with_one_message(

@@ -9,7 +9,7 @@ import click
 
 from .command import DIFFERENT, Command
 from .options import DESTINATION, json_option
-from .output import note, print_json, print_table, say
+from .output import note, print_json, print_table, say, warn
 from .values import Place
 
 
@@ -84,10 +84,12 @@ def ladder(
     from qwen3conv.training.run_lock import lock_run
 
     require_training()
-    from qwen3conv.training.devices import choose_device
+    from qwen3conv.training.devices import choose_device, why_no_neuron
 
     found_source, config = look(source, announce=note)
     chosen = choose_device(device)
+    if reason := why_no_neuron(device, chosen):
+        warn(reason)
     compiler = compile_backend or {"neuron": "neuron", "cpu": "aot_eager"}.get(chosen, "inductor")
     all_rungs = usual_rungs(tp, fsdp, is_moe=config.geometry.is_moe, compile_backend=compiler)
     all_rungs += [parse_rung(text) for text in own]

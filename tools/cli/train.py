@@ -182,9 +182,12 @@ def train(
         say(typed(run.command()))
         return
     require_training()
-    from qwen3conv.training.devices import choose_device  # it loads torch
+    from qwen3conv.training.devices import choose_device, why_no_neuron  # it loads torch
 
-    check_memory(run, config, choose_device(device))
+    chosen = choose_device(device)
+    if reason := why_no_neuron(device, chosen):
+        warn(reason)
+    check_memory(run, config, chosen)
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
     with lock_run(output, "qwen3conv train") as lock:
         if source is not None:
