@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from qwen3conv.converters.checkpoint import find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
@@ -27,6 +28,7 @@ from .simulate import CORE_BYTES, Job, held_by_rank, suggest
 from .torchrun import launch
 
 Announce = Callable[[str], None]
+Exports = Literal["adapter", "merged", "none"]
 
 
 def look(
@@ -196,9 +198,11 @@ def has_steps_left(run: Run) -> bool:
 
 
 def carry_out_run(
-    run: Run, lock: RunLock, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None
+    run: Run, lock: RunLock, dtype: str | None, *, exports: Exports, announce: Announce = lambda message: None
 ) -> None:
     """Train, and export with parameters of ``dtype`` (a dtype code): every ``export_every`` steps, and the last one.
+
+    ``exports`` says what of a run with adapters: these alone, or merged into the source too.
 
     Raises:
         ConversionError: training ended with an error; checkpoints that are there can be gone on from.
@@ -206,16 +210,16 @@ def carry_out_run(
     begun = time.monotonic()
     if has_steps_left(run):
         announce(f"training: {typed(run.command())}")
-        launch(run, lock, lambda: _export_on_the_way(run, dtype, announce))
+        launch(run, lock, lambda: _export_on_the_way(run, dtype, exports, announce))
     else:
         announce(f"{run.folder} is already at step {run.steps}: no step is left to train")
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}
-    _export_on_the_way(run, dtype, announce)
-    if run.lora is not None:
+    _export_on_the_way(run, dtype, exports, announce)
+    if run.lora is not None and exports != "none":
         _export_adapter(run, _last_step(run)[1], run.adapter)
-    if exports:
+    if exports == "merged":
         step, folder = _last_step(run)
         written = _export(run, step, folder, run.export, run.adapter, dtype)
         facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
@@ -229,20 +233,21 @@ def _last_step(run: Run) -> tuple[int, Path]:
     return checkpoints[-1]
 
 
-def _export_on_the_way(run: Run, dtype: str | None, announce: Announce) -> None:
-    """``RUN/exports/step-N`` of whole checkpoints that are due and have none yet."""
-    if run.export_every is None:
+def _export_on_the_way(run: Run, dtype: str | None, exports: Exports, announce: Announce) -> None:
+    """``RUN/exports/step-N`` and ``adapter-N`` of whole checkpoints that are due and have none yet."""
+    if run.export_every is None or exports == "none":
         return
     for step, folder in run.checkpoints():
-        place = run.folder / "exports" / f"step-{step}"
-        if step % run.export_every or place.exists():
+        place, adapter = (run.folder / "exports" / f"{name}-{step}" for name in ("step", "adapter"))
+        due = place if exports == "merged" else adapter
+        if step % run.export_every or due.exists():
             continue
         place.parent.mkdir(exist_ok=True)
-        adapter = run.folder / "exports" / f"adapter-{step}"
         if run.lora is not None:
             _export_adapter(run, folder, adapter)
-        _export(run, step, folder, place, adapter, dtype)
-        announce(f"exported step {step} to {place}")
+        if exports == "merged":
+            _export(run, step, folder, place, adapter, dtype)
+        announce(f"exported step {step} to {due}")
 
 
 def _export_adapter(run: Run, step: Path, place: Path) -> None:

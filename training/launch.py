@@ -212,7 +212,13 @@ def read_record(path: Path) -> dict[str, object]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        where = path.parent if path.name == "run.json" else path
+        what = f"has no {path.name}: it is no run of train, or has not begun" if where.is_dir() else "does not exist"
+        raise SourceError(f"{where} {what}") from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise SourceError(f"{path} cannot be read as the record of a run: {error}") from None
     steps = content.get("steps") if isinstance(content, dict) else None
     if not isinstance(steps, dict) or not all(step.isdigit() and _is_step(found) for step, found in steps.items()):

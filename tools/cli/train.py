@@ -14,6 +14,7 @@ from .values import ModelSize, Place
 
 if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
+    from qwen3conv.tools.training_run import Exports
     from qwen3conv.training.launch import Lora, Run
 
 _RECIPES = ("pretrain", "sft", "tiny", "tiny_sft")
@@ -78,7 +79,12 @@ _DTYPES = ("source", "float32", "bfloat16")
 @click.option("--lora-targets", metavar="NAMES", help="q_proj,v_proj,... Default: all of attention and dense MLP.")
 @click.option("--dtype", type=click.Choice(_DTYPES), default="source", help="Of the export.")
 @click.option("--export-every", type=click.IntRange(min=1), metavar="N", help="Steps between exports on the way.")
-@click.option("--no-export", is_flag=True, help="Leave torchtitan's checkpoint as it is.")
+@click.option(
+    "--export",
+    type=click.Choice(["adapter", "merged", "none"]),
+    help="Of adapters alone, or of the whole model. Default: merged, adapters beside it.",
+)
+@click.option("--no-export", is_flag=True, help="The same as --export none: leave torchtitan's checkpoint as it is.")
 @click.option("--print", "prints", is_flag=True, help="Print the command that would train, and do nothing.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN_FLAGS]...")
 @json_option
@@ -112,6 +118,7 @@ def train(
     lora_targets: str | None,
     dtype: str,
     export_every: int | None,
+    export: str | None,
     no_export: bool,
     prints: bool,
     flags: tuple[str, ...],
@@ -143,6 +150,11 @@ def train(
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
+    if export == "adapter" and lora_rank is None:
+        raise click.UsageError("--export adapter is for adapters; give --lora-rank")
+    if no_export and export not in (None, "none"):
+        raise click.UsageError(f"--no-export is --export none; leave it out, or --export {export}")
+    exports: Exports = "none" if no_export else export or "merged"  # type: ignore[assignment]
     if (source is None) == (resume is None):
         raise click.UsageError("give either --from, a checkpoint to start from, or --resume, a run to go on with")
     if like is not None and source is None:
@@ -197,19 +209,21 @@ def train(
         check_data(run)
         if run.changes_data_ranks():
             warn("another number of FSDP ranks than before: their places in the text do not fit, so it begins anew")
-        carry_out_run(run, lock, code, exports=not no_export, announce=note)
+        carry_out_run(run, lock, code, exports=exports, announce=note)
     record = read_record(run.record)
     _draw(run, record)
     if json:
-        print_json({"run": str(run.folder), "export": None if no_export else str(run.export), "record": record})
+        print_json(
+            {"run": str(run.folder), "export": str(run.export) if exports == "merged" else None, "record": record}
+        )
         return
     found = list(record["steps"].items())  # type: ignore[attr-defined]
     if found:
         first, last = found[0], found[-1]
         say(f"{run.folder}: step {first[0]} loss {first[1]['loss']:.4f}, step {last[0]} loss {last[1]['loss']:.4f}")
-    if run.lora is not None:
+    if run.lora is not None and exports != "none":
         say(f"The adapter: {run.adapter}")
-    if not no_export:
+    if exports == "merged":
         say(f"The trained model: {run.export}")
 
 
