@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from qwen3conv.converters.config import read_config
 from qwen3conv.converters.errors import PolicyError
 from qwen3conv.training.devices import prepare_torchtitan
 from qwen3conv.training.launch import CommandLineError
+from qwen3conv.training.run_lock import LOCK
 from tests.cli.conftest import environment, write_model
+from tests.models import even_texts, saved_model
+from tests.training.test_native import run, write_texts
 from tests.training.test_neuron_probe import KINDS, fake, python
 
 NATIVE = "qwen3conv.training.recipes.native"
@@ -120,6 +124,7 @@ def test_what_does_not_fit_the_model_is_refused_before_torchtitan_trips_over_it(
             check(**given)
 
 
+@pytest.mark.slow
 def test_torchrun_says_it_once_for_all_ranks_and_shows_no_traceback(tmp_path: Path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "qwen3conv.training"]
     words += ["--device", "cpu", "--module", NATIVE, "--config", "tiny", *degrees(tensor_parallel=3)]
@@ -129,6 +134,29 @@ def test_torchrun_says_it_once_for_all_ranks_and_shows_no_traceback(tmp_path: Pa
     assert ran.returncode
     assert ran.stderr.count("Error: tensor_parallel 3 needs 3 ranks") == 1
     assert "training/__main__.py" not in ran.stderr.partition("ChildFailedError")[0].replace(os.sep, "/")
+
+
+@pytest.mark.slow
+def test_a_batch_of_another_shape_is_warned_of_with_its_step_and_recorded(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = saved_model(tmp_path_factory, "dense")
+    data = write_texts(tmp_path / "text.jsonl", even_texts(model, 64, 12))
+    run("convert", model, tmp_path / "source", "--to", "titan")
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1", "-m", "qwen3conv.training"]
+    words += ["--device=cpu", "--module", "tests.ragged_recipe", "--config", "ragged", "--training.steps", "3"]
+    words += ["--hf_assets_path", str(tmp_path / "source" / "hf_assets"), "--dump_folder", str(tmp_path / "run")]
+    words += ["--checkpoint.initial_load_path", str(tmp_path / "source"), "--dataloader.dataset_path", str(data)]
+    variables = environment(OMP_NUM_THREADS="1")
+    variables["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), variables.get("PYTHONPATH", "")])
+    ran = subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "step 2: a batch of a new shape (2, 56), after (2, 64)" in ran.stderr
+    assert ran.stderr.count("a batch of a new shape") == 1
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["shapes"] == [[2, 64], [2, 56]]
+    assert list(record["steps"]) == ["1", "2", "3"]
+    assert not (tmp_path / "run" / LOCK).exists()
 
 
 # --- a torch-neuronx that is not there --------------------------------------------------------------------------------
@@ -160,7 +188,7 @@ def test_train_does_not_take_a_neuron_installation_for_a_cpu_without_a_word(kind
     else:
         assert f"Warning: running on the CPU, which --device cpu asks for without this warning: {advice}" in ran.stderr
         assert "has no chat template" in ran.stderr.splitlines()[-1]
-    if kind in ("legacy", "broken"):
+    if kind == "legacy":
         asked = python(folder, *words, "--device", "cpu")
         assert "Warning" not in asked.stderr
         assert "has no chat template" in asked.stderr

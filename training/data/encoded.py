@@ -28,7 +28,7 @@ from .rows import ALL_ROWS, Part, digest_rows, read_rows
 BAD_ROWS = "bad rows; mend them, or leave them out with --on-bad-row skip:"
 """What precedes a list of them."""
 
-_MASKING = 1
+_MASKING = 2
 """Version of what rows become, so that those of an earlier one are not taken for these."""
 
 
