@@ -47,6 +47,8 @@ from .titan import (
 )
 
 _RATE, _ADAPTER_RATE = 1e-5, 1e-4
+WARM_UP_SHARE = -1
+"""For ``lr_scheduler.warmup_steps``: a twentieth of the schedule's steps, and at least one."""
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
 
@@ -100,6 +102,9 @@ class QwenTrainer(Trainer):
         if config.learning_rate is None:
             config.learning_rate = _ADAPTER_RATE if config.lora_rank else _RATE
         config.optimizer = default_adamw(lr=config.learning_rate)
+        schedule = config.lr_scheduler
+        if schedule.warmup_steps == WARM_UP_SHARE:
+            schedule.warmup_steps = max(1, round(0.05 * (schedule.total_steps or config.training.steps)))
         for loader in (config.dataloader, config.validator.dataloader):
             if isinstance(loader, ChatDataLoader.Config):
                 loader.tokenizer_path = loader.tokenizer_path or config.hf_assets_path

@@ -125,7 +125,7 @@ def test_calls_are_learned_and_their_answers_and_the_functions_are_not(tokenizer
 
 def test_calls_of_an_earlier_question_are_learned_without_what_was_thought(tokenizer: Any) -> None:
     """Alone, what precedes the second answer still has the thought that the whole drops."""
-    chat = [
+    chat: list[dict[str, Any]] = [
         {"role": "user", "content": "one and two?"},
         {"role": "assistant", "content": "", "reasoning_content": "I add", "tool_calls": [CALL]},
         {"role": "tool", "content": "3"},
@@ -137,7 +137,7 @@ def test_calls_of_an_earlier_question_are_learned_without_what_was_thought(token
     assert "I add" not in text
     assert runs == answers(text)
     assert runs[1:] == ["it is 3<|im_end|>", "<think>\nI am\n</think>\n\nyes<|im_end|>"]
-    in_content = [message | {"content": "hm</think>it is 3"} if at == 3 else message for at, message in enumerate(chat)]
+    in_content = [*chat[:3], {"role": "assistant", "content": "hm</think>it is 3"}, *chat[4:]]
     tokenizer = with_thoughts_in_content(tokenizer)
     text, runs = learned({"messages": in_content}, tokenizer)
     assert runs[1] == "it is 3<|im_end|>"
