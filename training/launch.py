@@ -197,8 +197,11 @@ class Run:
         )
 
     def changes_data_ranks(self) -> bool:
-        """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit."""
-        if not self.checkpoints() or not self.record.is_file():
+        """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit.
+
+        Those in rows of ``sft`` do: our loader keeps one for all ranks.
+        """
+        if self.is_sft or not self.checkpoints() or not self.record.is_file():
             return False
         degrees = read_record(self.record).get("degrees")
         return isinstance(degrees, Mapping) and degrees.get("fsdp") != self.mesh.fsdp

@@ -20,6 +20,8 @@ from qwen3conv.converters.errors import DestinationError
 LOCK = ".lock"
 """In the folder of a run. Its lines name those that hold the lock; it goes with the last of them that ends in order."""
 
+_PATIENCE_SECONDS = 5.0
+"""A holder that was killed lets go when its memory is given back, a moment later."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """What file systems say that have none, such as Lustre mounted without ``flock``."""
 
@@ -80,6 +82,7 @@ def lock_run(folder: Path, who: str, *, joins: bool = False) -> RunLock:
     made = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK
+    until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
         try:
@@ -91,6 +94,9 @@ def lock_run(folder: Path, who: str, *, joins: bool = False) -> RunLock:
             return RunLock(path, None, made)
         if not taken:
             os.close(file)
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
             raise DestinationError(_in_use(path))
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file), os.stat(path)):

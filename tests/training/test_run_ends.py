@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from qwen3conv.converters.errors import DestinationError
+from qwen3conv.training import run_lock
 from qwen3conv.training.run_lock import LOCK, lock_run
 from tests.cli.conftest import environment
 from tests.models import even_texts, saved_model
@@ -62,6 +64,12 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "_PATIENCE_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_run_has_one_writer_and_the_message_names_it(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     with pytest.raises(DestinationError, match=rf"is in use: rank 0, process {holder.pid} on \S+, since .*another --o"):
         lock_run(tmp_path, "qwen3conv train")
@@ -73,6 +81,12 @@ def test_a_run_has_one_writer_and_the_message_names_it(holder: subprocess.Popen[
     assert not list(tmp_path.iterdir())  # a folder that nothing else was written to can go
 
 
+def test_a_holder_that_is_being_killed_is_waited_for(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+    threading.Timer(0.5, holder.kill).start()
+    lock_run(tmp_path, "qwen3conv train").release()
+
+
+@pytest.mark.usefixtures("impatient")
 def test_a_rank_joins_its_command_and_holds_on_when_that_is_gone(tmp_path: Path) -> None:
     command = lock_run(tmp_path, "qwen3conv train")
     with pytest.raises(DestinationError):
