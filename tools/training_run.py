@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -114,6 +115,41 @@ def make_source(run: Run, found: Source, source: str, like: Path | None = None, 
     except BaseException:
         shutil.rmtree(run.source, ignore_errors=True)
         raise
+
+
+def check_step(run: Run, found: Source) -> None:
+    """Refuse to keep the optimizer of what has none, before anything is written.
+
+    Raises:
+        SourceError: it is no step of a run, or holds no optimizer state.
+        PolicyError: the run has adapters, which are no parameters of that optimizer.
+    """
+    step = found.path
+    if not re.fullmatch(r"step-[0-9]+", step.name) or not _record_beside(run, step).is_file():
+        raise SourceError(f"{step}: --keep-optimizer is for a step of a run of train, RUN/checkpoint/step-N")
+    if run.lora is not None:
+        raise PolicyError("--keep-optimizer is for training the model: adapters have an optimizer of their own")
+    if not any(name.startswith("optimizer.") for name in open_checkpoint(step).others):
+        raise SourceError(f"{step} holds no optimizer state to keep")
+
+
+def begin_at_step(run: Run, found: Source) -> None:
+    """Begin the run at the step in ``found``, of either backend: its optimizer, schedule, step and place in the data.
+
+    AdamW's moments belong to one number of a parameter each, so they go wherever that number does. What an earlier try
+    of the same run made or trained is left as it is.
+    """
+    if run.checkpoints():
+        return
+    step, place = found.path, run.folder / "checkpoint" / found.path.name
+    place.parent.mkdir(exist_ok=True)
+    carry_out(prepare(step, place, run.source_format, replace(DEFAULTS, optimizer="default")))
+    before = read_record(_record_beside(run, step))
+    add_to_record(run.record, **{key: before[key] for key in ("data", "degrees") if key in before})
+
+
+def _record_beside(run: Run, step: Path) -> Path:
+    return step.absolute().parent.parent / run.record.name
 
 
 def check_memory(run: Run, config: Qwen3Config, device: str) -> None:

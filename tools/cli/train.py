@@ -27,6 +27,11 @@ _DTYPES = ("source", "float32", "bfloat16")
     context_settings={"ignore_unknown_options": True},
 )
 @click.option("--from", "source", type=Place(), metavar="SRC", help="A checkpoint of any format.")
+@click.option(
+    "--keep-optimizer",
+    is_flag=True,
+    help="Go on at the step of SRC, RUN/checkpoint/step-N of any backend, with its optimizer.",
+)
 @like_option("Config and tokenizer, where SRC has none.")
 @click.option(
     "--resume", type=Place(), metavar="ORG/RUN[@STEP]", help="In place of --from: a state that push --state sent."
@@ -90,6 +95,7 @@ _DTYPES = ("source", "float32", "bfloat16")
 @json_option
 def train(
     source: str | None,
+    keep_optimizer: bool,
     like: str | None,
     resume: str | None,
     data: str,
@@ -135,10 +141,12 @@ def train(
     from qwen3conv.converters.placement import Mesh
     from qwen3conv.tools.hub import resolve_like
     from qwen3conv.tools.training_run import (
+        begin_at_step,
         carry_out_run,
         check_data,
         check_memory,
         check_resumed,
+        check_step,
         look,
         make_source,
         require_training,
@@ -157,6 +165,8 @@ def train(
     exports: Exports = "none" if no_export else export or "merged"  # type: ignore[assignment]
     if (source is None) == (resume is None):
         raise click.UsageError("give either --from, a checkpoint to start from, or --resume, a run to go on with")
+    if keep_optimizer and source is None:
+        raise click.UsageError("--keep-optimizer is for --from; --resume always keeps it")
     if like is not None and source is None:
         raise click.UsageError("--like is for --from; a run on the hub has config and tokenizer of its own")
     assets = None if like is None else resolve_like(like, announce=note).path
@@ -200,10 +210,14 @@ def train(
     if reason := why_no_neuron(device, chosen):
         warn(reason)
     check_memory(run, config, chosen)
+    if keep_optimizer:
+        check_step(run, place)
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
     with lock_run(output, "qwen3conv train") as lock:
         if source is not None:
             make_source(run, place, source, assets)
+            if keep_optimizer:
+                begin_at_step(run, place)
         else:
             check_resumed(run, resume or "")
         check_data(run)
