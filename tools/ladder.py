@@ -18,7 +18,8 @@ from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.errors import ConversionError, PolicyError
 from qwen3conv.converters.placement import ONE_RANK, Mesh
-from qwen3conv.training.launch import Run, check_run, read_record
+from qwen3conv.training.launch import Run, read_record
+from qwen3conv.training.run_checks import check_run
 from qwen3conv.training.run_lock import lock_run
 
 from .torchrun import launch

@@ -7,17 +7,15 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from qwen3conv.converters.checkpoint import find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import ConversionError, DestinationError, PolicyError, SourceError
-from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
+from qwen3conv.converters.manifest import ASSETS, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.training.data.rows import digest_rows
 from qwen3conv.training.launch import Run, has_chat_template, read_record, typed
@@ -25,11 +23,9 @@ from qwen3conv.training.run_lock import LOCK, RunLock
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import Source, resolve_source
+from .run_exports import Announce, Exports, export_adapter_of, export_on_the_way, export_step, last_step
 from .simulate import CORE_BYTES, Job, held_by_rank, suggest
 from .torchrun import launch
-
-Announce = Callable[[str], None]
-Exports = Literal["adapter", "merged", "none"]
 
 
 def look(
@@ -246,70 +242,17 @@ def carry_out_run(
     begun = time.monotonic()
     if has_steps_left(run):
         announce(f"training: {typed(run.command())}")
-        launch(run, lock, lambda: _export_on_the_way(run, dtype, exports, announce))
+        launch(run, lock, lambda: export_on_the_way(run, dtype, exports, announce))
     else:
         announce(f"{run.folder} is already at step {run.steps}: no step is left to train")
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}
-    _export_on_the_way(run, dtype, exports, announce)
+    export_on_the_way(run, dtype, exports, announce)
     if run.lora is not None and exports != "none":
-        _export_adapter(run, _last_step(run)[1], run.adapter)
+        export_adapter_of(run, last_step(run)[1], run.adapter)
     if exports == "merged":
-        step, folder = _last_step(run)
-        written = _export(run, step, folder, run.export, run.adapter, dtype)
+        step, folder = last_step(run)
+        written = export_step(run, step, folder, run.export, run.adapter, dtype)
         facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
     add_to_record(run.record, seconds=round(time.monotonic() - begun, 1), **facts)
-
-
-def _last_step(run: Run) -> tuple[int, Path]:
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
-    return checkpoints[-1]
-
-
-def _export_on_the_way(run: Run, dtype: str | None, exports: Exports, announce: Announce) -> None:
-    """``RUN/exports/step-N`` and ``adapter-N`` of whole checkpoints that are due and have none yet."""
-    if run.export_every is None or exports == "none":
-        return
-    for step, folder in run.checkpoints():
-        place, adapter = (run.folder / "exports" / f"{name}-{step}" for name in ("step", "adapter"))
-        due = place if exports == "merged" else adapter
-        if step % run.export_every or due.exists():
-            continue
-        place.parent.mkdir(exist_ok=True)
-        if run.lora is not None:
-            _export_adapter(run, folder, adapter)
-        if exports == "merged":
-            _export(run, step, folder, place, adapter, dtype)
-        announce(f"exported step {step} to {due}")
-
-
-def _export_adapter(run: Run, step: Path, place: Path) -> None:
-    from qwen3conv.training.lora import export_adapter
-
-    assert run.lora is not None
-    export_adapter(step, place, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets)
-
-
-def _export(run: Run, step: int, folder: Path, place: Path, adapter: Path, dtype: str | None) -> Manifest:
-    """The checkpoint of a step, or the source with the ``adapter`` of that step, as a Hugging Face folder."""
-    record = read_record(run.record)
-    about: dict[str, object] = {"backend": run.backend, "recipe": run.recipe}
-    about |= {key: record.get(key) for key in ("versions", "device", "degrees", "tokens_per_step", "lora")}
-    source = read_manifest(run.source)
-    origin: dict[str, object] = {
-        "path": str(folder),
-        "step": step,
-        "run": str(run.record),
-        "trained_from": source.fingerprint if source is not None else None,
-        "training": about,
-    }
-    if source is not None and "hub" in source.source:
-        origin["base_model"] = source.source["hub"]
-    choices = replace(DEFAULTS, like=run.assets, dtype=dtype)
-    if run.lora is not None:
-        choices = replace(DEFAULTS, dtype=dtype, adapter=adapter)
-        folder, origin["adapter"] = run.source, str(adapter)
-    return carry_out(prepare(folder, place, "hf", choices, origin=origin), overwrite=True)

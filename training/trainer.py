@@ -23,12 +23,13 @@ from qwen3conv.converters.errors import PolicyError, enumerate_problems
 from qwen3conv.converters.placement import Mesh, check_mesh
 
 from .data.loader import ChatDataLoader
-from .launch import JOINS, shape_problems
+from .launch import JOINS
 from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
 from .recording import record_run, warn_of_changes
+from .run_checks import shape_problems
 from .run_lock import lock_run
 from .run_record import RunRecord
 from .titan import (

@@ -113,6 +113,19 @@ def test_a_process_ends_with_the_one_that_started_it(how: str) -> None:
     until(lambda: not is_alive(child), 10)
 
 
+def test_ctrl_c_advises_no_option_that_the_command_lacks(
+    dense: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--resume`` of train names a run on the hub, and is no flag as that of a conversion is."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qwen3conv.tools.training_run.check_memory", interrupt)
+    ended = train(dense, data, tmp_path / "run", code=130)
+    assert ended.stderr.splitlines()[-1] == "Error: interrupted"
+
+
 # --- for real ---------------------------------------------------------------------------------------------------------
 
 
@@ -126,7 +139,10 @@ def data(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("data") / "text.jsonl", even_texts(dense, 64, 24))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, *(pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGKILL))],
+)
 def test_nothing_of_a_run_outlives_its_command(number: signal.Signals, dense: Path, data: Path, tmp_path: Path) -> None:
     output, temporary = tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
@@ -152,10 +168,11 @@ def test_nothing_of_a_run_outlives_its_command(number: signal.Signals, dense: Pa
         for pid in children(process.pid):
             if is_alive(pid):
                 os.kill(pid, signal.SIGKILL)
-    if number == signal.SIGTERM:
+    if number != signal.SIGKILL:
         assert process.returncode == 128 + number
         assert "Traceback" not in stderr
         assert "the same command goes on from there" in stderr.splitlines()[-1]
+        assert "--resume" not in stderr
         assert not any((output / name).exists() for name in (LOCK, ".torchrun"))
     assert not [path for path in temporary.iterdir() if path.name.startswith("qwen3conv")]
     lock_run(output, "qwen3conv train").release()

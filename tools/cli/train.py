@@ -14,7 +14,7 @@ from .values import ModelSize, Place
 
 if TYPE_CHECKING:
     from qwen3conv.converters.config import Qwen3Config
-    from qwen3conv.tools.training_run import Exports
+    from qwen3conv.tools.run_exports import Exports
     from qwen3conv.training.launch import Lora, Run
 
 _RECIPES = ("pretrain", "sft", "tiny", "tiny_sft")
@@ -152,8 +152,9 @@ def train(
         require_training,
         resume_from_hub,
     )
-    from qwen3conv.training.launch import Run, check_run, read_record, typed
+    from qwen3conv.training.launch import Run, read_record, typed
     from qwen3conv.training.layouts import LAYOUT
+    from qwen3conv.training.run_checks import check_run
     from qwen3conv.training.run_lock import lock_run
 
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
