@@ -15,6 +15,7 @@ import pytest
 
 from qwen3conv.converters.errors import DestinationError
 from qwen3conv.training import run_lock
+from qwen3conv.training.launch import Run
 from qwen3conv.training.run_lock import LOCK, lock_run
 from tests.cli.conftest import environment
 from tests.models import even_texts, saved_model
@@ -177,4 +178,5 @@ def test_nothing_of_a_run_outlives_its_command(number: signal.Signals, dense: Pa
     assert not [path for path in temporary.iterdir() if path.name.startswith("qwen3conv")]
     lock_run(output, "qwen3conv train").release()
     if number == signal.SIGKILL:
-        run(*words, "--steps", 4, "--save-every", 2, "--no-export")
+        reached = Run(output, "").checkpoints()[-1][0]
+        run(*words, "--steps", reached + 1, "--no-export")
