@@ -66,8 +66,8 @@ def _check_recipe(module: str, name: str) -> None:
         return
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module == error.name or module.startswith(f"{error.name}.")):
+    except (ImportError, TypeError, ValueError) as error:  # the latter two of what is no module's name
+        if isinstance(error, ImportError) and not _is_absent(module, error):
             raise CommandLineError(f"--module {module} cannot be imported: {error}") from error
         known = [f"{recipes.__name__}.{backend}" for backend in _BACKENDS]
         raise CommandLineError(f"there is no --module {module}; {_nearest(module, known)}") from None
@@ -75,6 +75,12 @@ def _check_recipe(module: str, name: str) -> None:
         return
     if not (name in dir(found) and isinstance(getattr(found, name), FunctionType)):
         raise CommandLineError(f"{module} has no recipe {name}; {_nearest(name, _recipes_in(found))}")
+
+
+def _is_absent(module: str, error: ImportError) -> bool:
+    """Whether it is the module itself, or a package that it is in, that is not there."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    return name is not None and (module == name or module.startswith(f"{name}."))
 
 
 def _recipes_in(module: ModuleType) -> list[str]:

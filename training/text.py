@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,10 +57,12 @@ def load_texts(source: str) -> tuple[Any, list[str]]:
     from datasets import Dataset, Features, Value
 
     is_jsonl = Path(source).suffix == ".jsonl"
-    with contextlib.suppress(
-        *([SourceError] if is_jsonl else [])
-    ):  # a line that is no JSON: they are gone through below
+    try:
         table = load_table(source)
+    except SourceError:
+        if not is_jsonl:
+            raise
+    else:
         if _is_clean(table):
             return table, []
     if is_jsonl:

@@ -132,7 +132,7 @@ class QwenTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on after the step of ``state_dict``; settings that are not those of the steps before are warned of."""
         super().load_state_dict(state_dict)
-        if self._run_record is not None:
+        if self._run_record is not None and self.step < self.config.training.steps:
             warn_of_changes(self.step, self._run_record.begin(self.step + 1))
 
     def should_continue_training(self) -> bool:

@@ -339,6 +339,22 @@ def test_rows_without_text_end_the_run_with_a_word(dense: Path, tmp_path: Path) 
     assert f"{bad}:1: text is empty" in ended.stderr
 
 
+def test_an_option_that_is_nearly_one_of_ours_is_not_handed_on(dense: Path, data: Path, tmp_path: Path) -> None:
+    for wrong, right in (("--save-evry", "--save-every"), ("--learning-rat=1", "--learning-rate"), ("--fsd", "--fsdp")):
+        said = train(dense, data, tmp_path / "run", wrong, 2, "--print", code=2).stderr
+        assert "Did you mean" in said
+        assert right in said.partition("Did you mean")[2]
+    handed_on = (
+        "--learning_rate",
+        "0.1",
+        "--profiler.enable_profiling",
+        "--training.max_norm=2",
+        "--override.imports",
+        "x",
+    )
+    assert train(dense, data, tmp_path / "run", *handed_on, "--print").stdout.count(" ".join(handed_on)) == 1
+
+
 def test_the_command_is_printed_and_nothing_is_done(dense: Path, data: Path, tmp_path: Path) -> None:
     shown = train(dense, data, tmp_path / "run", "--print", "--tp", 2, "--fsdp", 3).stdout
     assert "torch.distributed.run" in shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,6 +158,7 @@ def train(
     from qwen3conv.training.run_checks import check_run
     from qwen3conv.training.run_lock import lock_run
 
+    _refuse_misspelt(flags)
     if lora_rank is None and (lora_alpha is not None or lora_targets is not None):
         raise click.UsageError("--lora-alpha and --lora-targets are for adapters; give --lora-rank")
     if export == "adapter" and lora_rank is None:
@@ -240,6 +242,17 @@ def train(
         say(f"The adapter: {run.adapter}")
     if exports == "merged":
         say(f"The trained model: {run.export}")
+
+
+def _refuse_misspelt(flags: tuple[str, ...]) -> None:
+    """Refuse what is nearly an option of ours; torchtitan's flags have dots or underscores."""
+    known = [name for parameter in train.params for name in parameter.opts if name.startswith("--")]
+    for flag in flags:
+        name = flag.partition("=")[0]
+        if name.startswith("--") and not {".", "_"} & {*name}:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near:
+                raise click.NoSuchOption(name, possibilities=near)
 
 
 def _lora(config: Qwen3Config, rank: int | None, alpha: float | None, targets: str | None) -> Lora | None:
