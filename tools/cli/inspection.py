@@ -168,7 +168,8 @@ def _next_step(report: Report, place: str) -> str:
         return f"qwen3conv merge {quote(place)} DST --dry-run"
     is_dcp = report.format is not None and not report.format.startswith(("hf", "torch-shards"))
     command = "dcp-to-hf" if is_dcp else "hf-to-dcp"
-    return f"qwen3conv {command} {quote(place)} DST --dry-run"
+    like = "" if "rope_theta" in (report.config or {}) or command == "hf-to-dcp" else " --like 'FOLDER|HUB_ID'"
+    return f"qwen3conv {command} {quote(place)} DST{like} --dry-run"
 
 
 def _tensor_lines(report: Report) -> Iterator[str]:
