@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from .boxes import StoredTensor
 from .config import Geometry, Qwen3Config
+from .dtypes import itemsize
 from .errors import SourceError
 from .layouts import Binding, Layout, bind
 from .manifest import ASSETS, MANIFEST, Manifest
@@ -65,8 +67,10 @@ class Checkpoint:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of all model tensors as stored."""
-        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+        """Bytes of all model tensors as stored; what two names share, as a tied head in a DCP, counts once."""
+        chunks = ((tensor.spec.dtype, chunk) for tensor in self.tensors.values() for chunk in tensor.chunks)
+        places = {(c.file, c.offset): math.prod(c.box.size) * itemsize(dtype) for dtype, c in chunks}
+        return sum(places.values())
 
     def table(self, *, tied: bool) -> Table:
         """Where every logical parameter lies.

@@ -308,7 +308,9 @@ def _sidecar_folder(checkpoint: Checkpoint, choices: Choices) -> Path | None:
     if checkpoint.format.startswith(("hf", "torch-")):
         return checkpoint.path
     inner = checkpoint.path / (SUBFOLDER if checkpoint.format == "verl" else ASSETS)
-    return inner if inner.is_dir() else assets_of_run(checkpoint.path)
+    if inner.is_dir():
+        return inner
+    return checkpoint.path if (checkpoint.path / "config.json").is_file() else assets_of_run(checkpoint.path)
 
 
 def _label(checkpoint: Checkpoint, origin: Mapping[str, Any] | None) -> dict[str, Any]:
