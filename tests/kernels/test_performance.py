@@ -100,8 +100,7 @@ def test_intensity_and_the_bound_agree_on_what_decides() -> None:
 
 
 def test_the_choice_depends_on_whether_weights_are_read_again() -> None:
-    kept, again = (
-        choose(QWEN3_30B, 1, Design(reload=reload, transposes_weights=False)) for reload in ("expert", "block")
-    )
+    kept = choose(QWEN3_30B, 1, Design(reload="expert", transposes_weights=False))
+    again = choose(QWEN3_30B, 1, Design(reload="block", transposes_weights=False))
     assert (kept.block, again.block) == (128, 256)
     assert "256 rows per expert" in kept.reason

@@ -109,8 +109,9 @@ def block_work(layer: Layer, kind: Pass, block: int, lnc: int) -> Work:
     products = (3 if kind == "forward" else 8) * block * layer.hidden * part
     if kind == "forward":
         # x is turned; the products leave gate, up and hidden in the orientation that the next one takes.
-        turned = block * layer.hidden
-        return Work(products, TILE * turned, 0, row_bytes + index_bytes, row_bytes, 0, 1 + 3 * tiles)
+        return Work(
+            products, TILE * block * layer.hidden, 0, row_bytes + index_bytes, row_bytes, 0, 1 + 3 * tiles
+        )
     # x and dy are turned, and the gradients of gate and up and the hidden rows, which are wanted both ways.
     turned = 2 * block * layer.hidden + 3 * block * part
     return Work(products, TILE * turned, 0, 2 * row_bytes + index_bytes, row_bytes, 0, 1 + 4 * tiles)
@@ -188,7 +189,7 @@ def ridge(width: int) -> float:
 
 
 def estimate(layer: Layer, kind: Pass, block: int, lnc: int, design: Design) -> Estimate:
-    """Costs of one pass: of all N blocks, or of those that uniform routing needs on average where others are skipped."""
+    """Costs of one pass: of all N blocks; where empty ones are skipped, of those that uniform routing needs."""
     usual = expected_routing(layer.tokens, layer.top_k, layer.experts, block)
     blocks = usual.blocks if design.skips_empty else num_blocks(layer.rows, layer.experts, block)
     loads = blocks if design.reload == "block" else usual.experts
