@@ -17,13 +17,14 @@ from .manifest import read_manifest
 from .placement import ONE_RANK, Mesh, check_mesh
 from .planning import Misfit
 from .stores.contents import Contents
-from .stores.nxd_bindings import Queries, nxd_bindings, nxd_heads
+from .stores.nxd_bindings import Queries, agreed_queries, nxd_bindings, nxd_heads
 from .stores.nxd_inference import cuts_hidden, read_presharded, refuse_square_kernels
 from .stores.nxd_training import read_nxd
 from .stores.nxd_writing import as_mesh
 from .stores.ranks import read_ranks, read_vllm
 
-CUT_STORES = ("ranks", "vllm", "nxd", "nxd-inference")
+NEURON_STORES = ("nxd", "nxd-inference")
+CUT_STORES = ("ranks", "vllm", *NEURON_STORES)
 
 
 def open_cut(folder: Path, store: str, like: Path | None, queries: Queries | None) -> Checkpoint:
@@ -33,11 +34,11 @@ def open_cut(folder: Path, store: str, like: Path | None, queries: Queries | Non
         SourceError: it is not whole, or nothing tells its sizes.
         ConversionError: its mesh or its heads do not fit the config.
     """
+    if store in NEURON_STORES:
+        return _open_nxd(folder, store, like, queries)
     if store == "ranks":
         return _open_ranks(folder, like)
-    if store == "vllm":
-        return _open_vllm(folder, like)
-    return _open_nxd(folder, store, like, queries)
+    return _open_vllm(folder, like)
 
 
 _NEURON = {"nxd": (read_nxd, nxd_layout), "nxd-inference": (read_presharded, nxd_inference_layout)}
@@ -80,8 +81,8 @@ def _open_nxd(folder: Path, kind: str, like: Path | None, queries: Queries | Non
             f"{folder} holds NxD's shards, but no config.json, which alone tells their sizes; give --like"
         )
     config, layout, manifest = read_config(config_path), find_layout(shards.stages), read_manifest(folder)
-    if queries is None and manifest is not None and any(p.get("order") == "tiled" for p in manifest.policies):
-        queries = "follow"
+    if manifest is not None and any(p.get("order") == "tiled" for p in manifest.policies):
+        queries = agreed_queries(queries, "follow", f"the manifest of {folder}")
     with Files(folder, os.O_RDONLY) as files:
 
         def read(file: str, offset: int, count: int) -> bytes:

@@ -8,8 +8,8 @@ from pathlib import Path
 from .boxes import StoredTensor
 from .checkpoint import NOT_MODEL, Checkpoint, find_config
 from .config import Geometry, Qwen3Config, compare_geometry, read_config
-from .cut_checkpoints import CUT_STORES, open_cut
-from .errors import MappingError, SourceError, enumerate_problems
+from .cut_checkpoints import CUT_STORES, NEURON_STORES, open_cut
+from .errors import MappingError, PolicyError, SourceError, enumerate_problems
 from .layouts import (
     ACCELERATE,
     ACCELERATE_PER_EXPERT,
@@ -71,8 +71,11 @@ def open_checkpoint(path: Path, *, like: Path | None = None, queries: Queries | 
     Raises:
         SourceError: it cannot be read, or is of a kind that is refused.
         MappingError: its names fit no layout, or its shapes contradict its config.
+        PolicyError: ``queries`` is given for what has no question of it, or contradicts what is known.
     """
     folder, store = locate_checkpoint(path)
+    if queries is not None and store not in NEURON_STORES:
+        raise PolicyError(f"--query-heads is for NxD's shards; {folder} holds none: leave it out")
     if store in CUT_STORES:
         return open_cut(folder, store, like, queries)
     config_path = find_config(folder, like)

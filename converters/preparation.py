@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint
 from .config_choice import open_with_config, output_config, settle_with_config, trap_policies
 from .errors import DestinationError, PolicyError, SourceError
 from .execution import BUFFERS_PER_WORKER
-from .formats import Format, writable_format
+from .formats import FORMATS, Format, writable_format
 from .geometry import Geometry
 from .layouts import Layout, bind
 from .lora import adapter_files, merge_adapter
@@ -265,8 +265,8 @@ def prepare(
 
 
 def _promised(checkpoint: Checkpoint, choices: Choices) -> dict[str, str]:
-    """What the manifest of a per-rank folder says of the parameters that are read as a whole."""
-    if checkpoint.format != "ranks" or checkpoint.manifest is None:
+    """What the manifest of a folder of ranks' files says of the parameters that are read as a whole."""
+    if not FORMATS[checkpoint.format].is_per_rank or checkpoint.manifest is None:
         return {}
     digests = {name: record.digest for name, record in checkpoint.manifest.tensors.items()}
     cut = (EMBEDDING, HEAD) if choices.vocab_rows is not None else ()

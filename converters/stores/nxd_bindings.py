@@ -65,7 +65,7 @@ def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Que
     Raises:
         MappingError: the shapes are not those of the geometry's heads, cut by the number of ranks.
         SourceError: the key-value heads are repeated in no known way.
-        PolicyError: they are tiled, and nothing says how the query heads lie.
+        PolicyError: they are tiled, and nothing says how the query heads lie; or ``queries`` contradicts what is known.
     """
     tp, kv, heads = shards.mesh.tp, geometry.num_key_value_heads, geometry.num_attention_heads
     name, first, rows = _key_rows(shards, geometry)
@@ -91,9 +91,15 @@ def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Que
             "several times in a row, as NxD does; or distinct heads are equal, so that it cannot be told"
         )
     if fitting == [interleaved]:
+        if queries == "follow":
+            raise PolicyError(
+                f"{name} holds each key-value head {multiplier} times in a row, which leaves query heads in natural "
+                "order: --query-heads follow is for heads repeated all in turn; leave it out"
+            )
         return _heads("natural", interleaved, heads)
     if shards.stated is not None:
-        queries = "follow" if shards.stated.queries_follow else "natural"
+        stated: Queries = "follow" if shards.stated.queries_follow else "natural"
+        queries = agreed_queries(queries, stated, "the metadata beside the shards")
     if queries is None:
         raise PolicyError(
             f"{name} holds the {kv} key-value heads {multiplier} times, all in turn. NxD on trn1 reorders the query "
@@ -101,6 +107,20 @@ def nxd_heads(shards: NxdShards, geometry: Geometry, read: Read, *, queries: Que
             "--query-heads follow or natural"
         )
     return _heads(queries, tiled, heads)
+
+
+def agreed_queries(given: Queries | None, stated: Queries, where: str) -> Queries:
+    """The order that ``where`` states.
+
+    Raises:
+        PolicyError: the user gives the other one, which would make another model.
+    """
+    if given not in (None, stated):
+        raise PolicyError(
+            f"--query-heads {given} contradicts {where}, which says {stated}: another order is another model; "
+            "leave the option out"
+        )
+    return stated
 
 
 def made_heads(geometry: Geometry, tp: int, order: Literal["tiled", "interleaved"] | None) -> Heads:

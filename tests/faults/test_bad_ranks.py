@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,19 @@ def test_ranks_of_two_runs_are_refused_by_the_digests(mesh: Mesh, place: Path) -
     assert "of another run" in heading
     assert lines == listed("model.layers.1.mlp.down_proj.weight")
     assert snapshot(place) == before
+
+
+@pytest.mark.parametrize("target", ["vllm", "nxd-inference"])
+def test_other_ranks_files_are_held_against_their_manifest_too(target: str, place: Path) -> None:
+    write_tiny(place / "source", replace(DENSE, vocab_size=128), tied=False)
+    carry_out(prepare(place / "source", place / "cut", target, Choices(mesh=Mesh(tp=2))))
+    files = {"vllm": "model-rank-1-part-0.safetensors", "nxd-inference": "tp1_sharded_checkpoint.safetensors"}
+    (damaged,) = (place / "cut").rglob(files[target])
+    flip(damaged, next(name for name in header_of(damaged)[0] if name.endswith("layers.1.mlp.down_proj.weight")))
+    with pytest.raises(SourceError, match="is not what its manifest promises") as caught:
+        carry_out(prepare(place / "cut", place / "out", "hf"))
+    assert str(caught.value).splitlines()[1:] == listed("model.layers.1.mlp.down_proj.weight")
+    assert not (place / "out").exists()
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------

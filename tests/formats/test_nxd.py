@@ -343,6 +343,14 @@ def test_the_commands_cut_and_join_and_say_what_is_missing(whole: Path, tmp_path
     assert not (tmp_path / "tag").exists()
     run("shard", whole, tmp_path / "tag", "--tp", 6, "--format", "nxd", "--kv-heads", "tiled")
     assert "verified" in run("verify", tmp_path / "tag")
+    for command in ("merge", "reshard --tp 2", "convert --to titan", "plan --to hf", "verify", "fingerprint"):
+        name, *options = command.split()
+        places = (tmp_path / "tag", *([tmp_path / "wrong"] if name not in ("verify", "fingerprint") else []))
+        refused = run(name, *places, *options, "--query-heads", "natural", code=1)
+        assert "contradicts the manifest" in refused
+        assert not (tmp_path / "wrong").exists()
+    assert "holds none" in run("merge", whole, tmp_path / "wrong", "--query-heads", "natural", code=1)
+    assert "holds none" in run("diff", whole, whole, "--query-heads", "natural", code=1)
     (tmp_path / "tag" / "qwen3conv.json").unlink()
     assert "--query-heads" in run("merge", tmp_path / "tag", tmp_path / "hf", code=1)
     run("merge", tmp_path / "tag", tmp_path / "hf", "--query-heads", "follow")

@@ -344,6 +344,16 @@ def test_metadata_say_the_order_of_queries(room: Path) -> None:
     folder = optimum(room / "run", 4, 2, metadata(4, 2))
     assert locate_nxd(folder) == folder / "shards" / "model"
     check(folder, truth())
+    check(folder, truth(), queries="follow")
+    with pytest.raises(PolicyError, match="natural contradicts the metadata beside the shards, which says follow"):
+        table(folder, queries="natural")
+
+
+def test_queries_cannot_follow_heads_that_are_repeated_in_a_row(room: Path) -> None:
+    folder = save_v2(room / "tag", 4, multiplier=2, pattern="interleaved")
+    check(folder, truth(), queries="natural")
+    with pytest.raises(PolicyError, match="leaves query heads in natural order"):
+        table(folder, queries="follow")
 
 
 @pytest.mark.parametrize(

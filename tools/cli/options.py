@@ -318,14 +318,11 @@ def conversion_options(*, mesh: bool = False, without: Collection[str] = ()) -> 
 
 def to_option(default: str | None = None) -> Callable[[Function], Function]:
     """``--to``; required without a default."""
-    suffix = f" Default: {default}." if default else ""
+    text = "See `qwen3conv formats`."
+    if default is None:  # click 8.4 takes a default of None, given, for an answer
+        return click.option("--to", type=FormatName(), required=True, metavar="FORMAT", help=text)
     return click.option(
-        "--to",
-        type=FormatName(),
-        required=default is None,
-        default=default,
-        metavar="FORMAT",
-        help=f"See `qwen3conv formats`.{suffix}",
+        "--to", type=FormatName(), default=default, metavar="FORMAT", help=f"{text} Default: {default}."
     )
 
 

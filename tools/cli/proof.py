@@ -119,7 +119,10 @@ def diff(a: str, b: str, untie: bool, like: str | None, query_heads: Queries | N
     """
     from qwen3conv.converters.verification import diff as run
 
-    left, right = (_open(place, untie, like, query_heads) for place in (a, b))
+    left, right = (
+        _open(place, untie, like, queries)
+        for place, queries in zip((a, b), _query_heads_of((a, b), query_heads), strict=True)
+    )
     with progress("comparing", _table_bytes(left) + _table_bytes(right)) as advance:
         found = run(left, right, advance=advance)
     if json:
@@ -150,6 +153,18 @@ def _open(place: str, untie: bool, like: str | None, queries: Queries | None) ->
         if policy.warning:
             warn(f"{place}: {policy.summary}")
     return settled
+
+
+def _query_heads_of(places: tuple[str, str], queries: Queries | None) -> tuple[Queries | None, Queries | None]:
+    """``queries`` for the sides that are NxD's shards; for both where neither is, so that it is refused."""
+    if queries is None:
+        return None, None
+    from qwen3conv.converters.cut_checkpoints import NEURON_STORES
+    from qwen3conv.converters.location import locate_checkpoint
+    from qwen3conv.tools.hub import resolve_source
+
+    a, b = (locate_checkpoint(resolve_source(place, announce=note).path)[1] in NEURON_STORES for place in places)
+    return queries if a or not b else None, queries if b or not a else None
 
 
 def _table_bytes(settled: Settled) -> int:

@@ -7,35 +7,29 @@ so an expert whose rows fill no whole number of blocks is padded.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 
-def num_blocks(rows: int, num_experts: int, block: int) -> int:
-    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B))."""
+def num_blocks(rows: int, num_experts: int, block: int, *, least: int = 0) -> int:
+    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B)).
+
+    With ``least`` 1 every expert has a block, of padding where it has no rows: sum(max(1, ceil(count / B))).
+    """
+    if least:
+        return num_experts - 1 + max(1, -(-rows // block))
     if rows <= num_experts:
         return rows  # at worst one row each
     return num_experts + (rows - num_experts) // block
 
 
-class Routing(NamedTuple):
-    """What to expect when each token takes k distinct experts of E, all equally likely."""
+def expected_blocks(tokens: int, top_k: int, num_experts: int, block: int) -> float:
+    """The mean of sum(max(1, ceil(count / B))) when each token takes k distinct experts of E, all equally likely.
 
-    blocks: float
-    """Blocks that hold at least one row."""
-    experts: float
-    """Experts that have at least one row."""
-
-
-def expected_routing(tokens: int, top_k: int, num_experts: int, block: int) -> Routing:
-    """Means under uniform routing, exact: an expert's count is binomial, T trials of chance k / E each."""
+    Exact: an expert's count is binomial, T trials of chance k / E each.
+    """
     if top_k == num_experts:
-        return Routing(num_experts * math.ceil(tokens / block), num_experts)
-    chance = top_k / num_experts
-    blocks = nonempty = 0.0
-    for count, probability in enumerate(_binomial(tokens, chance)):
-        blocks += probability * -(-count // block)
-        nonempty += probability * (count > 0)
-    return Routing(num_experts * blocks, num_experts * nonempty)
+        return num_experts * math.ceil(tokens / block)
+    probabilities = _binomial(tokens, top_k / num_experts)
+    return num_experts * math.fsum(p * max(1, -(-count // block)) for count, p in enumerate(probabilities))
 
 
 def _binomial(trials: int, chance: float) -> list[float]:

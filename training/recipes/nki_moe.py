@@ -1,4 +1,7 @@
-"""The native recipes with experts by ``qwen3conv::moe_experts``, which has no NKI kernel yet and refuses Neuron."""
+"""The native recipes with experts by ``qwen3conv::moe_experts``: NKI kernels on a Neuron device, PyTorch elsewhere.
+
+The kernels were never compiled for or run on hardware.
+"""
 
 from __future__ import annotations
 
