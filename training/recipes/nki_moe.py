@@ -50,4 +50,4 @@ def __getattr__(name: str) -> Callable[[], QwenTrainer.Config]:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_SIZES]
+    return ["pretrain", "sft", "tiny", "tiny_sft", *_SIZES]
