@@ -52,7 +52,9 @@ def _missing(stack: TorchNeuronx, package: Nki) -> str:
         lines.append("nki: this is the public index's placeholder; the real one comes from AWS's index")
     else:
         lines.append(f"nki: {_version('nki')} is here")
-    lines.append("--emulate runs the kernels in NumPy, which shows that their arithmetic is right and nothing about hardware")
+    lines.append(
+        "--emulate runs the kernels in NumPy, which shows that their arithmetic is right and nothing about hardware"
+    )
     return "\n  ".join(lines)
 
 
