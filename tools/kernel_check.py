@@ -1,7 +1,7 @@
 """The experts' operator against float64: output and every gradient, for the shapes that break kernels.
 
-Legend: R rows sorted by expert, E experts, D hidden size, F expert hidden size, B rows per block of the kernel. Who
-computes is a ``Subject``, see ``kernel_subjects``; the yardstick is torch's own ``_grouped_mm``, used as torchtitan does.
+Legend: R rows sorted by expert, E experts, B rows per block of the kernel. Who computes is a ``Subject``, see
+``kernel_subjects``; the yardstick is torch's own ``_grouped_mm``, used as torchtitan does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ ALLOWED = 2.0
 """How many times the error of ``_grouped_mm`` ours may be."""
 
 FLOOR = {"float32": 1e-5, "bfloat16": 0.0}
-"""What is always allowed. In fp32 the error of ``_grouped_mm`` is a few roundings, and another order of sums is more."""
+"""What is always allowed: in fp32 ``_grouped_mm`` errs by a few roundings, and by more in another order of sums."""
+
+BLOCK = 128
+"""B: the kernels' choice for as few rows as the cases have (``capacity.choose_block``)."""
 
 Tensor = torch.Tensor
 
@@ -56,11 +59,12 @@ Compute = Callable[[Inputs], Results]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """Who computes: ``where`` and ``nki`` say it to people."""
+    """Who computes: ``where`` and ``nki`` say it to people, ``hardware`` to programs."""
 
     where: str
     nki: str
     compute: Compute
+    hardware: bool = False
 
 
 class Case(NamedTuple):
@@ -92,7 +96,7 @@ class Finding:
         return self.error <= self.allowed
 
 
-def cases(block: int, experts: int) -> tuple[Case, ...]:
+def cases(experts: int, block: int = BLOCK) -> tuple[Case, ...]:
     """The edges of a block plan, on ``experts`` experts; routed ones with top-k 1, 4 and 8 where there are as many."""
     edges = [0, 1, block - 1, block, block + 1]
     mixed = tuple(edges[e % len(edges)] for e in range(experts))
@@ -147,7 +151,8 @@ def in_float64(inputs: Inputs) -> Results:
     """The reference of ``training.kernels``, in float64 on the CPU."""
     x, gate, down, up, dy = (tensor.double() for tensor in inputs if tensor.is_floating_point())
     y = experts_forward(x, inputs.counts, gate, down, up)
-    return Results(y, *experts_backward(dy, x, inputs.counts, gate, down, up))
+    dx, d_gate, d_down, d_up, _ = experts_backward(dy, x, inputs.counts, gate, down, up)
+    return Results(y, dx, d_gate, d_down, d_up)
 
 
 def by_grouped_mm(inputs: Inputs) -> Results:
