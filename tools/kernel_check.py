@@ -98,14 +98,13 @@ class Finding:
 
 def cases(experts: int, block: int = BLOCK) -> tuple[Case, ...]:
     """The edges of a block plan, on ``experts`` experts; routed ones with top-k 1, 4 and 8 where there are as many."""
-    edges = [0, 1, block - 1, block, block + 1]
-    mixed = tuple(edges[e % len(edges)] for e in range(experts))
-    found = [
-        Case(name, (count, *(0 for _ in range(experts - 1))))
-        for name, count in (("1 row", 1), ("B - 1 rows", block - 1), ("B rows", block), ("B + 1 rows", block + 1))
-    ]
-    found.append(Case("all on the last expert", (*(0 for _ in range(experts - 1)), 2 * block + 1)))
-    found.append(Case("0, 1, B - 1, B, B + 1 rows", mixed))
+    edges = {"0": 0, "1": 1, "B - 1": block - 1, "B": block, "B + 1": block + 1}
+    others = (0,) * min(1, experts - 1)
+    found = [Case(f"{name}, beside one of none", (count, *others)) for name, count in list(edges.items())[1:]]
+    found.append(Case("all on the last", (*others, 2 * block + 1)))
+    mixed = tuple(list(edges.values())[e % len(edges)] for e in range(experts))
+    if sum(mixed):
+        found.append(Case(", ".join(edges), mixed))
     found += [Case(f"routed, top-{k}", routed(block, k, experts)) for k in (1, 4, 8) if k <= experts]
     return tuple(found)
 
