@@ -153,6 +153,8 @@ def normalised(output: str, command: str) -> list[str]:
         line = re.sub(r"[\d.]+ MB at the peak, with \d workers?", "SIZE at the peak", line)
         if command.startswith(("qwen3conv parity", "qwen3conv diff")):
             line = re.sub(r"\d+(\.\d+)?e-\d+|\d+\.\d+", "X", line)
+        if command.startswith("qwen3conv kernel-check --emulate"):
+            line = re.sub(r"\d\.\de-\d+ +\d\.\de-\d+ +ok .*", "X X ok", line)
         lines.append(" ".join(line.split()))
     return lines
 
@@ -323,6 +325,18 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
     suggested = json.loads(session.call("qwen3conv simulate --model 0.6B --suggest --json").output)
     assert listed["simulate"] == {*simulated, *suggested, "--suggest"}
     assert listed["doctor"] == {"usable", "checks"}  # and see test_doctor
+    modelled = json.loads(session.call("qwen3conv kernel-check --model --shape study --json").output)
+    compared = {
+        "passes",
+        "where",
+        "nki",
+        "hardware",
+        "hidden",
+        "expert_hidden",
+        "experts",
+        "findings",
+    }  # and see test_kernel_check
+    assert listed["kernel-check"] == {*modelled, *compared, "--model"}
     assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings", "exports"}  # and see test_runs
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)

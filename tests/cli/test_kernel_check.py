@@ -48,6 +48,9 @@ def test_the_simulator_serves_where_nki_is_and_no_device(monkeypatch: pytest.Mon
     assert ran.exit_code == 0, ran.output
     document = json.loads(ran.stdout)
     assert "nki.simulate" in document["where"]
+    assert {*document} == {
+        *("passes", "where", "nki", "hardware", "hidden", "expert_hidden", "experts", "findings"),
+    }
     assert document["hardware"] is False
     assert document["passes"]
 

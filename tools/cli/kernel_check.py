@@ -67,12 +67,12 @@ def kernel_check(
     if lnc and not emulate:
         raise click.UsageError("--lnc is for --model and --emulate; a device's is NEURON_LOGICAL_NC_CONFIG")
     wide = {"hidden", "expert_hidden"}
-    base = {**_SMALL, **({} if shape is None else _sizes_of(shape, wide)), **given}
+    base = {**_SMALL, "experts": _FEW, **({} if shape is None else _sizes_of(shape, wide)), **given}
     from qwen3conv.tools.kernel_check import DTYPES, cases, check
     from qwen3conv.tools.kernel_subjects import emulated_subject, real_subject
 
     with emulated_subject(lnc or 2) if emulate else real_subject() as subject:
-        todo = cases(base.get("experts", _FEW))
+        todo = cases(base["experts"])
         dtypes = [dtype] if dtype else list(DTYPES)
         findings = list(check(subject, todo, dtypes, base["hidden"], base["expert_hidden"]))
     _show_findings(subject, base, findings, emulate, json)
