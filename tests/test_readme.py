@@ -196,6 +196,18 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
     suggested = json.loads(session.call("qwen3conv simulate --model 0.6B --suggest --json").output)
     assert listed["simulate"] == {*simulated, *suggested, "--suggest"}
     assert listed["doctor"] == {"usable", "checks"}  # and see test_doctor
+    modelled = json.loads(session.call("qwen3conv kernel-check --model --shape study --json").output)
+    compared = {
+        "passes",
+        "where",
+        "nki",
+        "hardware",
+        "hidden",
+        "expert_hidden",
+        "experts",
+        "findings",
+    }  # and see test_kernel_check
+    assert listed["kernel-check"] == {*modelled, *compared, "--model"}
     assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings", "exports"}  # and see test_runs
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)
