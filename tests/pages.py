@@ -188,6 +188,7 @@ def normalised(output: str, command: str) -> list[str]:
         line = re.sub(r" in [\d.]+ s \([\d.]+ \w+/s\)", " in TIME (RATE)", line)
         line = re.sub(r"\bin [\d.]+ s\b", "in TIME", line)
         line = re.sub(r"[\d.]+ \w+ free", "SIZE free", line)
+        line = re.sub(r"\([\d,]+ bytes\)", "(N bytes)", line)  # the tokenizer of the models is not always the same
         line = re.sub(r"[\d.]+ MB at the peak, with \d workers?", "SIZE at the peak", line)
         if command.startswith(("qwen3conv parity", "qwen3conv diff", "qwen3conv train", "qwen3conv runs")):
             line = re.sub(r"\d+(\.\d+)?e-\d+|\d+\.\d+", "X", line)
