@@ -24,7 +24,8 @@ from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_recor
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import Source, resolve_source
-from .simulate import CORE_BYTES, Job, held_by_rank, suggest
+from .simulate import CORE_BYTES, Job, held_by_rank
+from .simulate_suggestions import suggest
 
 Announce = Callable[[str], None]
 
@@ -128,7 +129,15 @@ def check_memory(run: Run, config: Qwen3Config, device: str) -> None:
     memory = _memory_of_rank(device, run.mesh.ranks)
     if needed <= memory:
         return
-    fits = next((one.mesh for ranks in (8, 16, 32, 64) for one in suggest(job, ranks, memory) if one.fits), None)
+    fits = next(
+        (
+            one.mesh
+            for ranks in (8, 16, 32, 64)
+            for one in suggest(job, ranks, memory)
+            if one.fits and one.mesh.pp == one.cp == 1
+        ),
+        None,
+    )
     where = f"; {fits}, {fits.ranks} devices, would do" if fits is not None and device != "cpu" else ""
     what = "parameters" if run.lora is not None else "parameters, gradients and optimizer state"
     raise PolicyError(
