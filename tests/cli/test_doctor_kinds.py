@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import time
 import tomllib
@@ -15,6 +16,8 @@ from qwen3conv.training.neuron_probe import ADVICE
 from tests.training.test_neuron_probe import KINDS, fake, python
 
 ROOT = Path(__file__).parents[2]
+
+Packages = dict[str, tuple[str, str]]
 
 TORCH = """
 import types
@@ -42,10 +45,12 @@ def all_reduce(tensor):
 MEMORY = "def full(shape, value, device): return [value]\n"
 
 
-def installed(folder: Path, *, torch: str = "2.13.0", titan: str = "0.3.0", hf: str = "5.24.0", **more: object) -> Path:
+def installed(
+    folder: Path, *, torch: str = "2.13.0", titan: str = "0.3.0", hf: str = "5.24.0", more: Packages | None = None
+) -> Path:
     """A site folder with a faked torch and metadata of the rest; ``more`` are further packages."""
-    packages = {"torch": (torch, TORCH + MEMORY), "torchtitan": (titan, ""), "transformers": (hf, ""), **more}
-    fake(folder, packages)  # type: ignore[arg-type]
+    packages = {"torch": (torch, TORCH + MEMORY), "torchtitan": (titan, ""), "transformers": (hf, ""), **(more or {})}
+    fake(folder, packages)
     (folder / "torch" / "multiprocessing.py").write_text(SPAWN)
     (folder / "torch" / "distributed.py").write_text(HANGING)
     return folder
@@ -62,7 +67,7 @@ def examined(site: Path, *words: str, code: int = 1) -> list[Check]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_wanted_neuron_device_is_refused_with_what_is_installed_instead(kind: str, tmp_path: Path) -> None:
-    checks = examined(installed(tmp_path / "site", **KINDS[kind]), "--device", "neuron")
+    checks = examined(installed(tmp_path / "site", more=KINDS[kind]), "--device", "neuron")
     first = checks[0]
     assert (first.name, first.status) == ("device", "failed")
     by_name = {check.name: check for check in checks}
@@ -105,7 +110,7 @@ def test_lines_of_the_neuron_packages(kind: str, nki: str, device: str) -> None:
 def test_versions_are_held_against_the_support_matrix(
     name: str, version: str, status: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda package: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda package: version)
     check = doctor._package(name, SUPPORT[name])
     assert (check.status, check.found) == (status, version)
     assert said in check.advice
@@ -144,7 +149,7 @@ def test_a_native_device_is_used_and_a_collective_that_hangs_is_cut_with_all_its
     pids = tmp_path / "pids"
     pids.mkdir()
     monkeypatch.setenv("PIDS", str(pids))
-    site = installed(tmp_path / "site", torch_neuronx=("2.14.0", DEVICES))
+    site = installed(tmp_path / "site", more={"torch_neuronx": ("2.14.0", DEVICES)})
     begun = time.monotonic()
     checks = {check.name: check for check in examined(site, "--device", "neuron", "--timeout", "3")}
     assert time.monotonic() - begun < 30
