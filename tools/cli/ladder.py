@@ -102,7 +102,7 @@ def ladder(
         for rung in all_rungs:
             say(f"{rung.name}: {typed(run_of(base, rung, output / 'rungs' / rung.name).command())}")
         return
-    make_source(base, found_source, source, needs_template=False)
+    make_source(base, found_source, source, needs_template=False, announce=note)
     check_data(base)
     climbed = []
     settings = {

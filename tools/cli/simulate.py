@@ -74,10 +74,10 @@ def simulate(
 ) -> None:
     """What each rank would hold (exact for weights, gradients, optimizer) and send, and whether it fits.
 
-    Activations and what comes and goes are an estimate, within 8% of the measured peak of small models on one rank
-    and within 15% on meshes of four, by every kind of checkpointing. What is sent equals a count of what torch sends,
-    but for MoE under TP without EP (15%) and for --cp (not counted). Nothing is computed and nothing but a config is
-    read. Exit 1 if the degrees do not fit the model's shapes.
+    Activations and what comes and goes are an estimate, within 8% of the measured peak of small models on one rank,
+    and on meshes of four between 1% too little and 20% too much, by every kind of checkpointing. What is sent equals a
+    count of what torch sends, but for MoE under TP without EP (15%) and for --cp (not counted). Nothing is computed
+    and nothing but a config is read. Exit 1 if the degrees do not fit the model's shapes.
     """
     from qwen3conv.converters.errors import PolicyError
     from qwen3conv.converters.placement import Mesh

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .command import Command
-from .options import DESTINATION, json_option
+from .options import DESTINATION, json_option, keep_download_option
 from .output import note, print_json, say, warn
 from .values import ModelSize, Place
 
@@ -64,6 +64,7 @@ _DTYPES = ("source", "float32", "bfloat16")
     "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long included. Default: stop."
 )
 @click.option("--no-packing", is_flag=True, help="Of sft: one row per sequence, padded.")
+@keep_download_option
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="N", help="Train adapters of this rank, not the model."
 )
@@ -98,6 +99,7 @@ def train(
     balance_experts: bool,
     on_bad_row: str | None,
     no_packing: bool,
+    keep_download: bool,
     lora_rank: int | None,
     lora_alpha: float | None,
     lora_targets: str | None,
@@ -171,7 +173,7 @@ def train(
 
     check_memory(run, config, choose_device(device))
     if source is not None:
-        make_source(run, place, source)
+        make_source(run, place, source, keeps=keep_download, announce=note)
     else:
         check_resumed(run, resume or "")
     check_data(run)
