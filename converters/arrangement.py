@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from .boxes import TensorSpec
 from .checkpoint import Checkpoint
-from .config_json import LARGEST_FILE, read_json_object
+from .config_json import LARGEST_FILE
 from .errors import PolicyError, enumerate_problems
+from .file_split import decide_split, stored_names
 from .formats import Format
 from .geometry import Geometry
 from .layouts import Binding, Layout
-from .manifest import ASSETS
 from .parameters import HEAD
 from .placement import Mesh, bindings_by_rank
 from .planning import Table
@@ -25,13 +24,8 @@ from .stores.dcp_writing import arrange_chunks, arrange_dcp
 from .stores.nxd_bindings import made_heads, nxd_bindings, nxd_stages
 from .stores.nxd_writing import arrange_nxd, arrange_presharded, written_mesh
 from .stores.ranks import arrange_ranks, arrange_vllm
-from .stores.safetensors import INDEX, SINGLE
-from .stores.safetensors_header import read_header
-from .stores.safetensors_writing import arrange_safetensors, split_by_size, split_like
+from .stores.safetensors_writing import arrange_safetensors
 from .upgrade import NOTHING, Carried
-
-HF_SHARD_BYTES = 5 * 10**9
-"""Bytes per safetensors file when no split is given: the hub's custom before transformers 5."""
 
 DCP_FILE_BYTES = 2 * 10**9
 """Bytes per .distcp file: large enough to keep them few, small enough that workers have files of their own."""
@@ -65,27 +59,11 @@ def _source_stored_head(checkpoint: Checkpoint, choices: Choices) -> bool:
     """Whether the Hugging Face folder that the weights come from stored its tied head."""
     if checkpoint.contents.files and checkpoint.format in ("hf", "hf-fused", "hf-fp8"):
         return checkpoint.stores_head
-    if choices.like is not None and choices.like.is_dir() and (names := _stored_names(choices.like)) is not None:
+    if choices.like is not None and choices.like.is_dir() and (names := stored_names(choices.like)) is not None:
         return HEAD in names
     if checkpoint.manifest is not None and "stores_head" in checkpoint.manifest.source:
         return bool(checkpoint.manifest.source["stores_head"])
     return False
-
-
-def _stored_names(folder: Path) -> Mapping[str, str] | None:
-    """Tensor -> file of the weights or the index in ``folder``; ``None`` when there is neither."""
-    for place in (folder, folder / ASSETS):
-        if (mapping := indexed_files(place)) is not None:
-            return mapping
-        if (place / SINGLE).is_file():
-            return dict.fromkeys(read_header(place / SINGLE).tensors, SINGLE)
-    return None
-
-
-def indexed_files(folder: Path) -> Mapping[str, str] | None:
-    """Tensor -> file by the index in ``folder``, if there is one."""
-    mapping = read_json_object(folder / INDEX)[0].get("weight_map") if (folder / INDEX).is_file() else None
-    return {str(name): str(file) for name, file in mapping.items()} if isinstance(mapping, dict) else None
 
 
 def output_specs(bindings: Sequence[Binding], table: Table, choices: Choices) -> Iterator[TensorSpec]:
@@ -126,19 +104,7 @@ def arrange(
         specs = [*(spec for spec in specs if spec.name not in aliases), *carried.specs]
         file_bytes = choices.shard_bytes or DCP_FILE_BYTES
         return arrange_dcp(specs, file_bytes=file_bytes, aliases=aliases, blobs=carried.blobs, paths=paths)
-    split = None
-    if choices.shard_bytes is None:
-        known = _known_split(settled.checkpoint, choices)
-        if known is not None:
-            split = split_like(specs, known, may_lack=(HEAD,) if settled.tied else ())
-        elif _was_one_file(settled.checkpoint):
-            split = [(SINGLE, list(specs))]
-        if split is not None:
-            files = f"{len(split)} files" if len(split) > 1 else "one file"
-            decided.append(Policy("split", f"the file split of the source is kept: {files}", {"files": len(split)}))
-    if split is None:
-        split = split_by_size(specs, choices.shard_bytes or HF_SHARD_BYTES)
-    return arrange_safetensors(split)
+    return arrange_safetensors(decide_split(specs, settled, layout, choices, decided))
 
 
 def ranked(
@@ -221,16 +187,3 @@ def _planner_paths(layout: Layout, names: Iterable[str]) -> dict[str, tuple[str,
     if not layout.nested_in:
         return {}
     return {name: (layout.nested_in, name.removeprefix(f"{layout.nested_in}.")) for name in names}
-
-
-def _known_split(checkpoint: Checkpoint, choices: Choices) -> Mapping[str, str] | None:
-    if checkpoint.format in ("hf", "hf-fused"):
-        return {name: tensor.chunks[0].file for name, tensor in checkpoint.tensors.items()}
-    for folder in (choices.like, checkpoint.path):
-        if folder is not None and folder.is_dir() and (names := _stored_names(folder)) is not None:
-            return names
-    return None
-
-
-def _was_one_file(checkpoint: Checkpoint) -> bool:
-    return checkpoint.manifest is not None and checkpoint.manifest.source.get("files") == 1

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .boxes import StoredTensor
 from .config import Geometry, Qwen3Config
+from .dtypes import itemsize
 from .errors import SourceError
 from .layouts import Binding, Layout, bind
-from .manifest import ASSETS, Manifest
+from .manifest import ASSETS, MANIFEST, Manifest
 from .placement import ONE_RANK, Mesh, mesh_bindings, rank_name
 from .planning import ScaleGrid, Table, tabulate
 from .stores.contents import Contents
@@ -64,8 +67,10 @@ class Checkpoint:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of all model tensors as stored."""
-        return sum(tensor.spec.nbytes for tensor in self.tensors.values())
+        """Bytes of all model tensors as stored; what two names share, as a tied head in a DCP, counts once."""
+        chunks = ((tensor.spec.dtype, chunk) for tensor in self.tensors.values() for chunk in tensor.chunks)
+        places = {(c.file, c.offset): math.prod(c.box.size) * itemsize(dtype) for dtype, c in chunks}
+        return sum(places.values())
 
     def table(self, *, tied: bool) -> Table:
         """Where every logical parameter lies.
@@ -84,7 +89,7 @@ class Checkpoint:
 
 
 def find_config(folder: Path, like: Path | None = None) -> Path | None:
-    """The config.json that speaks for the checkpoint in ``folder``: ``like``'s, its own, or a DCP's copy.
+    """The config.json that speaks for the checkpoint in ``folder``: ``like``'s, its own, a DCP's copy, or its run's.
 
     Raises:
         SourceError: ``like`` has none, or a folder cannot be looked into.
@@ -106,4 +111,15 @@ def _find_config(folder: Path, like: Path | None) -> Path | None:
     for path in (folder / "config.json", folder / ASSETS / "config.json", folder / SUBFOLDER / "config.json"):
         if path.is_file():
             return path
-    return None
+    assets = assets_of_run(folder)
+    return assets / "config.json" if assets is not None else None
+
+
+def assets_of_run(step: Path) -> Path | None:
+    """Config and tokenizer of what a run of ``train`` began with, for ``RUN/checkpoint/step-N``; ``None`` elsewhere."""
+    if not re.fullmatch(r"step-[0-9]+", step.name):
+        return None
+    source = step.absolute().parent.parent / "source"
+    if not (source / MANIFEST).is_file():
+        return None
+    return next((place for place in (source / ASSETS, source) if (place / "config.json").is_file()), None)

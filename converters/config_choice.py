@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .boxes import Shape
-from .checkpoint import Checkpoint, find_config
+from .checkpoint import Checkpoint, assets_of_run, find_config
 from .config import compare_geometry, compare_maths, read_config
 from .config_derive import derive_config
 from .config_styles import render_config
@@ -30,7 +30,10 @@ def open_with_config(source: Path, choices: Choices) -> tuple[Checkpoint, list[P
     if checkpoint.config is not None and choices.settings:
         raise PolicyError(f"--set is for a checkpoint without config.json; this one has {checkpoint.config_path}")
     if choices.like is None:
-        return checkpoint, []
+        assets = assets_of_run(checkpoint.path)
+        if assets is None or checkpoint.config_path != assets / "config.json":
+            return checkpoint, []
+        return checkpoint, [Policy("config-run", f"config.json and tokenizer are those of the run's start, {assets}")]
     assert checkpoint.config is not None
     own_path = find_config(checkpoint.path)
     if own_path is None:

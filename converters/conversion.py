@@ -8,10 +8,10 @@ from pathlib import Path
 
 import xxhash
 
-from .arrangement import indexed_files
 from .blocks import BLOCK_BYTES
 from .errors import PolicyError, SourceError, enumerate_problems
 from .execution import BUFFERS_PER_WORKER, Advance, Digest, run
+from .file_split import indexed_files
 from .formats import Format
 from .manifest import ASSETS, MANIFEST, Manifest, TensorRecord
 from .parameters import HEAD
@@ -117,7 +117,8 @@ def _check_promises(conversion: Conversion, found: Mapping[str, Digest]) -> None
 
 
 def _assets(target: Format) -> str:
-    return "" if target.store == "safetensors" else f"{ASSETS}/"
+    """Where config and tokenizer go: beside the weights where those who serve them look there."""
+    return "" if target.store in ("safetensors", "vllm") else f"{ASSETS}/"
 
 
 def _write_sidecars(conversion: Conversion, folder: Path) -> dict[str, str]:
@@ -128,7 +129,7 @@ def _write_sidecars(conversion: Conversion, folder: Path) -> dict[str, str]:
     place.mkdir(exist_ok=True)
     files = copy_sidecars(conversion.sidecars, place, conversion.sidecar_names)
     # torchtitan's own export follows the index in its assets, and fails on one of fused experts or of FP8 scales
-    index = indexed_files(conversion.sidecars) if prefix else None
+    index = indexed_files(conversion.sidecars) if conversion.format.store != "safetensors" else None
     if index is not None and index.keys() <= {*conversion.written, HEAD}:
         files |= copy_sidecars(conversion.sidecars, place, [INDEX])
     return {prefix + name: digest for name, digest in files.items()}

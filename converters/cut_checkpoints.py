@@ -94,6 +94,8 @@ def _open_nxd(folder: Path, kind: str, like: Path | None, queries: Queries | Non
     if kind == "nxd-inference":
         refuse_square_kernels(shards, manifest is not None)
         heads = heads._replace(cuts_hidden=cuts_hidden(shards, config.geometry))
+    elif shards.is_v1:
+        kind = "nxd-v1"
     mesh = as_mesh(shards.mesh)
 
     def stages(fqn: str) -> Sequence[int]:

@@ -97,7 +97,7 @@ FORMATS: dict[str, Format] = {
         Format("ranks", "one safetensors file per rank of a mesh, and an index of boxes", "ranks"),
         Format("vllm", "vLLM sharded_state: model-rank-*-part-*.safetensors, tensor parallel", "vllm", VLLM),
         Format("nxd", "neuronx-distributed training shards, v2: model/dp_rank_00_tp_rank_*_pp_rank_*.pt", "nxd", NXD),
-        Format("nxd-v1", "the same, v1: tp_rank_*_pp_rank_*/checkpoint.pt", "nxd", NXD),
+        Format("nxd-v1", "neuronx-distributed training shards, v1: tp_rank_*_pp_rank_*/checkpoint.pt", "nxd", NXD),
         Format(
             "nxd-inference",
             "NxD Inference's presharded weights: tp*_sharded_checkpoint.safetensors",

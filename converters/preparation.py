@@ -14,7 +14,7 @@ import xxhash
 from .arrangement import arrange, arrange_by_rank, arrange_chunked, decide_head, output_specs, ranked
 from .blocks import TRANSPOSED_BLOCKS
 from .boxes import Shape
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, assets_of_run
 from .config_choice import open_with_config, output_config, settle_with_config, trap_policies
 from .errors import DestinationError, PolicyError, SourceError
 from .execution import BUFFERS_PER_WORKER
@@ -308,7 +308,9 @@ def _sidecar_folder(checkpoint: Checkpoint, choices: Choices) -> Path | None:
     if checkpoint.format.startswith(("hf", "torch-")):
         return checkpoint.path
     inner = checkpoint.path / (SUBFOLDER if checkpoint.format == "verl" else ASSETS)
-    return inner if inner.is_dir() else None
+    if inner.is_dir():
+        return inner
+    return checkpoint.path if (checkpoint.path / "config.json").is_file() else assets_of_run(checkpoint.path)
 
 
 def _label(checkpoint: Checkpoint, origin: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What a torchtitan checkpoint holds beside the model: optimizer, scheduler, dataloader, step.
 
 The optimizer's entries are named after parameters, ``optimizer.state.{FQN}.exp_avg`` and
-``optimizer.param_groups.{FQN}.lr``, so the layouts' tables hold for them too. Values that are not tensors are never
-unpickled.
+``optimizer.param_groups.{FQN}.lr``, so the layouts' tables hold for them too: of the native model in any key schema,
+and of the transformers backend's. Values that are not tensors are never unpickled.
 
 Source: torchtitan 0.3.0, ``components/optimizer/utils.py``; 0.2.2, ``components/optimizer.py`` (the same names, made
 by ``torch.distributed.checkpoint.state_dict``).
@@ -21,7 +21,7 @@ import xxhash
 from .boxes import StoredTensor
 from .checkpoint import NOT_MODEL, Checkpoint
 from .errors import MappingError, SourceError, enumerate_problems
-from .layouts import FUSED, TITAN_OPTIMIZERS, Binding, Layout, bind
+from .layouts import ACCELERATE, FUSED, TITAN_OPTIMIZERS, Binding, Layout, bind
 from .names import natural_key, split_indices, unwrapped
 from .parameters import HEAD
 from .planning import Table
@@ -31,6 +31,8 @@ from .stores.dcp_values import read_blobs
 
 _ADAM = tuple(Column(STATE, key) for key in ("exp_avg", "exp_avg_sq", "step"))
 _SECTIONS = (STATE, "param_groups")
+_OPTIMIZERS = {"titan": (*TITAN_OPTIMIZERS.values(),), "accelerate": (ACCELERATE,)}
+"""Layouts that the optimizer of a model's layout may have."""
 _BETAS = Column("param_groups", "betas")
 
 
@@ -90,10 +92,11 @@ def read_training_state(checkpoint: Checkpoint, *, tied: bool) -> TrainingState:
             a shape that cannot be mapped; all are listed.
     """
     path = checkpoint.path
-    if checkpoint.layout.name != "titan":
+    layouts = _OPTIMIZERS.get(checkpoint.format, ())
+    if not layouts or (checkpoint.format != "titan" and not any(n.startswith(OPTIMIZER) for n in checkpoint.others)):
         raise SourceError(
-            f"{path} is {checkpoint.format}, not torchtitan's native Qwen3, whose key schemas this is about; "
-            "convert changes its format (weights alone)"
+            f"{path} is {checkpoint.format}, not torchtitan's native Qwen3, whose key schemas this is about, nor a "
+            "training state of its transformers backend; convert changes its format (weights alone)"
         )
     contents = checkpoint.contents
     entries: dict[str, StoredTensor | Blob] = {
@@ -101,8 +104,8 @@ def read_training_state(checkpoint: Checkpoint, *, tied: bool) -> TrainingState:
     }
     entries |= contents.blobs
     own = dict.fromkeys(name for name in entries if name.startswith(OPTIMIZER))  # in order: it becomes the output's
-    parsed, unknown = _parse(own, checkpoint.prefix)
-    layout = _recognise(checkpoint, {fqn for _, fqn in parsed.values()}, unknown)
+    parsed, unknown = _parse(own, checkpoint.prefix, layouts)
+    layout = _recognise(checkpoint, layouts, {fqn for _, fqn in parsed.values()}, unknown)
     columns: dict[Column, dict[str, Item]] = {}
     for name, (column, fqn) in parsed.items():
         entry = entries[name]
@@ -114,7 +117,7 @@ def read_training_state(checkpoint: Checkpoint, *, tied: bool) -> TrainingState:
     bindings = optimizer_bindings(layout, checkpoint, has_head=has_head) if layout is not None else {}
     _check(checkpoint, bindings, columns)
     rest = {name: entry for name, entry in entries.items() if name not in own}
-    _refuse_disguised(path, rest)
+    _refuse_disguised(path, layouts, rest)
     tensors = tuple(entry for entry in rest.values() if isinstance(entry, StoredTensor))
     blobs = tuple(name for name, entry in rest.items() if isinstance(entry, Blob))
     return TrainingState(checkpoint, layout, bindings, columns, tensors, blobs)
@@ -133,9 +136,11 @@ def digest_values(blobs: Mapping[str, bytes]) -> dict[str, str]:
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _parse(names: Iterable[str], prefix: str) -> tuple[dict[str, tuple[Column, str]], list[str]]:
+def _parse(
+    names: Iterable[str], prefix: str, layouts: Sequence[Layout]
+) -> tuple[dict[str, tuple[Column, str]], list[str]]:
     """Each name as a kind of entry and the FQN of a parameter; and those that name no parameter of any schema."""
-    known = {skeleton for layout in TITAN_OPTIMIZERS.values() for skeleton in layout.by_skeleton()}
+    known = {skeleton for layout in layouts for skeleton in layout.by_skeleton()}
     lengths: dict[str, int | None] = {}
     parsed: dict[str, tuple[Column, str]] = {}
     unknown: list[str] = []
@@ -156,13 +161,15 @@ def _parse(names: Iterable[str], prefix: str) -> tuple[dict[str, tuple[Column, s
     return parsed, unknown
 
 
-def _recognise(checkpoint: Checkpoint, fqns: Iterable[str], unknown: Sequence[str]) -> Layout | None:
+def _recognise(
+    checkpoint: Checkpoint, layouts: Sequence[Layout], fqns: Iterable[str], unknown: Sequence[str]
+) -> Layout | None:
     """The one layout whose parameters ``fqns`` are, that of the model's own schema before others."""
     examples: dict[str, str] = {}
     for fqn in fqns:
         examples.setdefault(split_indices(fqn)[0], fqn)
     own = (checkpoint.layout.schema or "").removesuffix(FUSED)
-    layouts = sorted(TITAN_OPTIMIZERS.values(), key=lambda layout: (layout.schema or "").removesuffix(FUSED) != own)
+    layouts = sorted(layouts, key=lambda layout: (layout.schema or "").removesuffix(FUSED) != own)
     strangers = [layout.unknown(examples) for layout in layouts]
     found = next((layout for layout, odd in zip(layouts, strangers, strict=True) if not odd), None)
     problems = [f"{name}: names no parameter of a Qwen3" for name in unknown]
@@ -180,9 +187,9 @@ def _recognise(checkpoint: Checkpoint, fqns: Iterable[str], unknown: Sequence[st
     return found if examples else None
 
 
-def _refuse_disguised(path: Path, rest: Iterable[str]) -> None:
+def _refuse_disguised(path: Path, layouts: Sequence[Layout], rest: Iterable[str]) -> None:
     """Refuse what would keep an old parameter's name: it is of parameters, and not named as torchtitan names that."""
-    known = [f".{skeleton}." for layout in TITAN_OPTIMIZERS.values() for skeleton in layout.by_skeleton()]
+    known = [f".{skeleton}." for layout in layouts for skeleton in layout.by_skeleton()]
     found = [name for name in rest if any(one in f".{split_indices(unwrapped(name))[0]}." for one in known)]
     if found:
         heading = f"{path} has entries of parameters that are not named as torchtitan's optimizer names its own:"

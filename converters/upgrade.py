@@ -1,4 +1,4 @@
-"""How a torchtitan run's training state goes into another key schema, beside the model.
+"""How a torchtitan run's training state goes into another key schema or backend, beside the model.
 
 Only names change, and where three parameters become one (a fused ``wqkv``) or one becomes three, moments are joined and
 cut like the parameters; ``step`` and settings go with each, and must be the same where they become one.
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .boxes import StoredTensor, TensorSpec
 from .checkpoint import Checkpoint
 from .errors import PolicyError, enumerate_problems
-from .layouts import FUSED, TITAN_OPTIMIZERS, TITAN_SCHEMAS, Binding, Layout
+from .layouts import ACCELERATE, FUSED, TITAN_OPTIMIZERS, TITAN_SCHEMAS, Binding, Layout
 from .parameters import HEAD
 from .placement import ONE_RANK
 from .planning import Table
@@ -112,6 +112,10 @@ def _target_layout(state: TrainingState, target: Layout, choices: Choices, decid
     """The optimizer's layout in the output: as models of that schema are by default, or as ``--optimizer`` says."""
     if state.layout is None:
         return None
+    if target == ACCELERATE:
+        summary = "the optimizer's state is that of the same parameters under the transformers backend's names"
+        decided.append(Policy("optimizer-backend", summary))
+        return ACCELERATE
     schema = target.schema or ""
     age = schema.removesuffix(FUSED)
     apart, together = TITAN_OPTIMIZERS[age], TITAN_OPTIMIZERS.get(f"{age}{FUSED}")

@@ -51,6 +51,10 @@ def _records(
     return {name: TensorRecord(dtypes[name], entry.shape, digests[name].written) for name, entry in table.items()}
 
 
+ONLY_IN_A, ONLY_IN_B = "only in A", "only in B"
+"""Kinds of ``Difference``: what one side lacks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """The result of ``verify``: what was re-read and what was found to differ."""
@@ -176,7 +180,7 @@ class Difference:
 
     name: str
     kind: str
-    """``missing`` (only in b), ``extra`` (only in a), ``shape``, ``values``, ``dtype`` (same values, other dtype) or
+    """``only in A``, ``only in B``, ``shape``, ``values``, ``dtype`` (same values, other dtype) or
     ``bits`` (same values, other bits: a signed zero, a NaN's payload)."""
     a: str
     b: str
@@ -217,9 +221,9 @@ def diff(a: Settled, b: Settled, *, advance: Advance = lambda count: None) -> Co
                 assert one is not None
                 text = f"{TORCH_NAME[one.dtype]} {list(one.shape)}"
                 differences.append(
-                    Difference(name, "missing", "absent", text)
+                    Difference(name, ONLY_IN_B, "absent", text)
                     if mine is None
-                    else Difference(name, "extra", text, "absent")
+                    else Difference(name, ONLY_IN_A, text, "absent")
                 )
             elif mine.shape != theirs.shape:
                 differences.append(Difference(name, "shape", str(list(mine.shape)), str(list(theirs.shape))))

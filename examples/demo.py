@@ -54,7 +54,7 @@ def main() -> int:
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="work there and leave everything in place")
     options = parser.parse_args()
     if options.keep is not None and options.keep.exists() and not (options.keep.is_dir() and empty(options.keep)):
-        parser.error(f"{options.keep} exists and is not an empty folder")
+        parser.error(f"{options.keep} exists and is not an empty folder: remove it, or name another")
     try:
         with workplace(options.keep) as folder:
             Demo(folder).run(options.model)

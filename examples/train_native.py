@@ -1,6 +1,6 @@
 """Fine-tune torchtitan's own Qwen3.
 
-python examples/train_native.py [FOLDER]     needs qwen3conv[train]; under a minute on a CPU
+python examples/train_native.py [FOLDER]     needs qwen3conv[train]; about a minute on two idle cores
 """
 
 from __future__ import annotations

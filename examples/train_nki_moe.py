@@ -1,6 +1,6 @@
 """Fine-tune torchtitan's Qwen3-MoE with experts by this project's operator, which is plain PyTorch off Trainium.
 
-python examples/train_nki_moe.py [FOLDER]     needs qwen3conv[train]; under a minute on a CPU
+python examples/train_nki_moe.py [FOLDER]     needs qwen3conv[train]; about a minute on two idle cores
 """
 
 from __future__ import annotations

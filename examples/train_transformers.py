@@ -1,6 +1,6 @@
 """Fine-tune the model of transformers through torchtitan's transformers backend.
 
-python examples/train_transformers.py [FOLDER]     needs qwen3conv[train]; under a minute on a CPU
+python examples/train_transformers.py [FOLDER]     needs qwen3conv[train]; about a minute on two idle cores
 """
 
 from __future__ import annotations

@@ -316,14 +316,14 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
         document = json.loads(session.call(f"qwen3conv {command} {arguments} --json").output)
         assert set(document) == listed[command], command
     keys = ["run", "export", "record", "data", "versions", "device", "ranks", "degrees", "tokens_per_step", "lora"]
-    keys += ["run.json", "learning_rate", "rows_left_out", "shapes", "seconds", "source", "steps"]
+    keys += ["run.json", "learning_rate", "rows_left_out", "legs", "shapes", "seconds", "source", "steps"]
     assert listed["train"] == {*keys}  # and see test_native
     assert listed["ladder"] >= {"rungs", "tolerance"}  # and see test_ladder
     simulated = json.loads(session.call("qwen3conv simulate --model 0.6B --json").output)
     suggested = json.loads(session.call("qwen3conv simulate --model 0.6B --suggest --json").output)
     assert listed["simulate"] == {*simulated, *suggested, "--suggest"}
     assert listed["doctor"] == {"usable", "checks"}  # and see test_doctor
-    assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings"}  # and see test_runs
+    assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings", "exports"}  # and see test_runs
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)
     assert {key for row in table("### Manifest") for key in quoted(row[0])} == set(manifest)

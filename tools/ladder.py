@@ -18,9 +18,11 @@ from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.errors import ConversionError, PolicyError
 from qwen3conv.converters.placement import ONE_RANK, Mesh
-from qwen3conv.training.launch import Run, check_run, read_record
+from qwen3conv.training.launch import Run, read_record
+from qwen3conv.training.run_checks import check_run
+from qwen3conv.training.run_lock import lock_run
 
-from .training_run import launch
+from .torchrun import launch
 
 COMPILING_STEPS = 2
 """First steps of a process, which compile and fill caches: they count for no step time."""
@@ -198,8 +200,8 @@ def _steps_of(run: Run, source: Path) -> Mapping[str, Mapping[str, float]]:
         done = _recorded(run)
         if len(done) >= steps and any(step >= steps for step, _ in run.checkpoints()):
             continue
-        with (run.folder / "log").open("ab") as log:
-            launch(replace(run, steps=steps, save_every=run.steps // 2), log=log)
+        with lock_run(run.folder, "qwen3conv ladder") as lock, (run.folder / "log").open("ab") as log:
+            launch(replace(run, steps=steps, save_every=run.steps // 2), lock, log=log)
     done = _recorded(run)
     if len(done) != run.steps:
         raise ConversionError(f"{len(done)} of {run.steps} steps are recorded in {run.record}")

@@ -6,9 +6,10 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from qwen3conv.converters.arrangement import DCP_FILE_BYTES, HF_SHARD_BYTES
+from qwen3conv.converters.arrangement import DCP_FILE_BYTES
 from qwen3conv.converters.boxes import TensorSpec
 from qwen3conv.converters.errors import PolicyError
+from qwen3conv.converters.file_split import HF_SHARD_BYTES
 from qwen3conv.converters.formats import FORMATS, Format
 from qwen3conv.converters.layouts import TITAN_SCHEMAS, Layout, bind
 from qwen3conv.converters.parameters import HEAD

@@ -4,46 +4,54 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
-import subprocess
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO
 
+from qwen3conv.converters.checkpoint import find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
 from qwen3conv.converters.errors import ConversionError, DestinationError, PolicyError, SourceError, TransferError
-from qwen3conv.converters.manifest import ASSETS, Manifest, read_manifest
+from qwen3conv.converters.manifest import ASSETS, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
 from qwen3conv.converters.stores.staging import partial_path
 from qwen3conv.training.data.rows import digest_rows
-from qwen3conv.training.launch import ERRORS, Run, has_chat_template, read_record
+from qwen3conv.training.launch import Run, has_chat_template, read_record, typed
+from qwen3conv.training.run_lock import LOCK, RunLock
 from qwen3conv.training.run_record import add_to_record
 
 from .hub import Source
 from .hub_remote import download_path, headers_of, streamed
+from .run_exports import Announce, Exports, export_adapter_of, export_on_the_way, export_step, last_step
 from .simulate import CORE_BYTES, Job, held_by_rank
 from .simulate_suggestions import suggest
-
-Announce = Callable[[str], None]
-
-_POLL_SECONDS = 0.5
+from .torchrun import launch
 
 
-def look(source: str, announce: Announce = lambda message: None) -> tuple[Source, Qwen3Config]:
-    """The checkpoint's place and its config, without which nothing can be trained. Of a hub id no weights are fetched.
+def look(
+    source: str, like: Path | None = None, announce: Announce = lambda message: None
+) -> tuple[Source, Qwen3Config]:
+    """The checkpoint's place and its config, or that in ``like``, without which nothing can be trained.
+
+    Of a hub id no weights are fetched.
 
     Raises:
         SourceError: it has none, or is no checkpoint.
+        PolicyError: it has one, and ``like`` another.
     """
     with headers_of(source, announce=announce) as found:
-        checkpoint = open_checkpoint(found.path)
+        checkpoint = open_checkpoint(found.path, like=like)
+        if like is not None and (own := find_config(checkpoint.path)) is not None:
+            raise PolicyError(f"{source} has a config.json of its own, {own}: leave --like out")
         if checkpoint.config is None:
-            raise SourceError(f"{source} has no config.json, without which it is not known what to compute")
+            raise SourceError(
+                f"{source} has no config.json, without which it is not known what to compute: give --like, the model's "
+                "folder or hub id"
+            )
         return replace(found, path=checkpoint.path), checkpoint.config
 
 
@@ -80,6 +88,7 @@ def make_source(
     run: Run,
     found: Source,
     source: str,
+    like: Path | None = None,
     *,
     needs_template: bool = True,
     keeps: bool = False,
@@ -87,7 +96,8 @@ def make_source(
 ) -> None:
     """Make ``RUN/source`` of the checkpoint in ``found``, unless an earlier try of the same run did.
 
-    Of a hub id files come one by one, and go; ``keeps`` leaves them in the hub's cache.
+    ``like`` has config and tokenizer of a checkpoint that has none. Of a hub id files come one by one, and go;
+    ``keeps`` leaves them in the hub's cache.
 
     Raises:
         DestinationError: the folder is in use for something else.
@@ -105,17 +115,19 @@ def make_source(
             )
         return
     left = {download_path(run.source), partial_path(run.source)}  # of an earlier try
-    if run.folder.exists() and set(run.folder.iterdir()) - left:
+    if run.folder.exists() and set(run.folder.iterdir()) - left - {run.folder / LOCK}:
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
     resumes = any(place.is_dir() for place in left)
     try:
         with streamed(source, run.source, resume=resumes, keeps=keeps, announce=announce) as place:
-            if _identity(place) != trains:
+            if "hub" in place.origin and _identity(place) != trains:
                 raise SourceError(f"{source} has changed since it was looked at; try again")
             origin = {**place.origin, "path": source, "trains": trains}
             has_begun = partial_path(run.source).is_dir()
-            carry_out(prepare(place.path, run.source, run.source_format, origin=origin), resume=has_begun)
+            choices = replace(DEFAULTS, like=like)
+            conversion = prepare(place.path, run.source, run.source_format, choices, origin=origin)
+            carry_out(conversion, resume=has_begun)
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and needs_template and not has_chat_template(run.assets):
@@ -124,8 +136,6 @@ def make_source(
         shutil.rmtree(run.source, ignore_errors=True)
         if not isinstance(error, TransferError | KeyboardInterrupt):
             shutil.rmtree(partial_path(run.source), ignore_errors=True)
-        if not os.listdir(run.folder):
-            run.folder.rmdir()
         raise
 
 
@@ -140,6 +150,41 @@ def _named(origin: Mapping[str, object]) -> str | None:
         return None
     inside = f":{origin['subfolder']}" if "subfolder" in origin else ""
     return f"{origin['hub']}@{origin['commit']}{inside}"
+
+
+def check_step(run: Run, found: Source) -> None:
+    """Refuse to keep the optimizer of what has none, before anything is written.
+
+    Raises:
+        SourceError: it is no step of a run, or holds no optimizer state.
+        PolicyError: the run has adapters, which are no parameters of that optimizer.
+    """
+    step = found.path
+    if not re.fullmatch(r"step-[0-9]+", step.name) or not _record_beside(run, step).is_file():
+        raise SourceError(f"{step}: --keep-optimizer is for a step of a run of train, RUN/checkpoint/step-N")
+    if run.lora is not None:
+        raise PolicyError("--keep-optimizer is for training the model: adapters have an optimizer of their own")
+    if not any(name.startswith("optimizer.") for name in open_checkpoint(step).others):
+        raise SourceError(f"{step} holds no optimizer state to keep")
+
+
+def begin_at_step(run: Run, found: Source) -> None:
+    """Begin the run at the step in ``found``, of either backend: its optimizer, schedule, step and place in the data.
+
+    AdamW's moments belong to one number of a parameter each, so they go wherever that number does. What an earlier try
+    of the same run made or trained is left as it is.
+    """
+    if run.checkpoints():
+        return
+    step, place = found.path, run.folder / "checkpoint" / found.path.name
+    place.parent.mkdir(exist_ok=True)
+    carry_out(prepare(step, place, run.source_format, replace(DEFAULTS, optimizer="default")))
+    before = read_record(_record_beside(run, step))
+    add_to_record(run.record, **{key: before[key] for key in ("data", "degrees") if key in before})
+
+
+def _record_beside(run: Run, step: Path) -> Path:
+    return step.absolute().parent.parent / run.record.name
 
 
 def check_memory(run: Run, config: Qwen3Config, device: str) -> None:
@@ -195,10 +240,19 @@ def check_data(run: Run) -> None:
 
     Raises:
         SourceError: the rows cannot be read, or are others than before.
+        PolicyError: another part of them was held out before.
     """
-    found = {"data": run.data, "digest": digest_rows(run.data)}
+    found: dict[str, object] = {"data": run.data, "digest": digest_rows(run.data)}
+    if run.validation_fraction is not None:
+        found["validation_fraction"] = run.validation_fraction
     before = read_record(run.record).get("data") if run.record.is_file() and run.checkpoints() else None
     begins_anew = any("dataloader" in flag for flag in run.extra)
+    fraction = "validation_fraction"
+    if isinstance(before, dict) and before.get(fraction) != found.get(fraction) and not begins_anew:
+        raise PolicyError(
+            f"{run.folder} was trained with --validation-fraction {before.get(fraction) or 0:g} so far: with another "
+            "one it would train on rows that were held out; repeat it, or name another --output"
+        )
     if isinstance(before, dict) and before.get("digest") != found["digest"] and not begins_anew:
         raise SourceError(
             f"{run.data} is not what {run.folder} was trained on so far ({before.get('data')}); give that, another "
@@ -207,101 +261,45 @@ def check_data(run: Run) -> None:
     add_to_record(run.record, data=found)
 
 
-def carry_out_run(run: Run, dtype: str | None, *, exports: bool, announce: Announce = lambda message: None) -> None:
+def has_steps_left(run: Run) -> bool:
+    """Whether the run, as it was saved last, has steps before it; those of a recipe are not known here.
+
+    Raises:
+        PolicyError: it went further than it is asked to go.
+    """
+    reached = run.checkpoints()[-1][0] if run.checkpoints() else 0
+    if run.steps is not None and reached > run.steps:
+        raise PolicyError(
+            f"{run.folder} is already at step {reached}, beyond --steps {run.steps}, which counts those before too: "
+            "give more of them, or another --output"
+        )
+    return run.steps is None or reached < run.steps
+
+
+def carry_out_run(
+    run: Run, lock: RunLock, dtype: str | None, *, exports: Exports, announce: Announce = lambda message: None
+) -> None:
     """Train, and export with parameters of ``dtype`` (a dtype code): every ``export_every`` steps, and the last one.
+
+    ``exports`` says what of a run with adapters: these alone, or merged into the source too.
 
     Raises:
         ConversionError: training ended with an error; checkpoints that are there can be gone on from.
     """
     begun = time.monotonic()
-    launch(run, lambda: _export_on_the_way(run, dtype, announce))
+    if has_steps_left(run):
+        announce(f"training: {typed(run.command())}")
+        launch(run, lock, lambda: export_on_the_way(run, dtype, exports, announce))
+    else:
+        announce(f"{run.folder} is already at step {run.steps}: no step is left to train")
     facts: dict[str, object] = {}
     if (source := read_manifest(run.source)) is not None:
         facts["source"] = {"fingerprint": source.fingerprint, **source.source}
-    _export_on_the_way(run, dtype, announce)
-    if run.lora is not None:
-        _export_adapter(run, _last_step(run)[1], run.adapter)
-    if exports:
-        step, folder = _last_step(run)
-        written = _export(run, step, folder, run.export, run.adapter, dtype)
+    export_on_the_way(run, dtype, exports, announce)
+    if run.lora is not None and exports != "none":
+        export_adapter_of(run, last_step(run)[1], run.adapter)
+    if exports == "merged":
+        step, folder = last_step(run)
+        written = export_step(run, step, folder, run.export, run.adapter, dtype)
         facts["export"] = {"path": str(run.export), "step": step, "fingerprint": written.fingerprint}
     add_to_record(run.record, seconds=round(time.monotonic() - begun, 1), **facts)
-
-
-def launch(run: Run, meanwhile: Callable[[], None] = lambda: None, *, log: int | IO[bytes] = 2) -> None:
-    """Run ``torchrun`` to its end, calling ``meanwhile`` now and then; its output goes to ``log``, stderr by default.
-
-    Raises:
-        ConversionError: it ended with an error; the message has the reason that a rank left.
-    """
-    with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
-        errors = Path(room) / "errors"
-        # torchtitan's log is no result, so it goes to stderr
-        command = run.command(log_dir=Path(room))
-        process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, ERRORS: str(errors)})
-        try:
-            while process.poll() is None:
-                time.sleep(_POLL_SECONDS)
-                meanwhile()
-        except BaseException:
-            process.terminate()
-            process.wait()
-            raise
-        if process.returncode:
-            said = errors.read_text(encoding="utf-8").strip() if errors.is_file() else "what it said is above"
-            raise ConversionError(
-                f"training ended with code {process.returncode}: {said}\n"
-                f"What it saved is in {run.folder / 'checkpoint'}: the same command goes on from there"
-            )
-
-
-def _last_step(run: Run) -> tuple[int, Path]:
-    checkpoints = run.checkpoints()
-    if not checkpoints:
-        raise SourceError(f"{run.folder / 'checkpoint'} holds no whole checkpoint to export")
-    return checkpoints[-1]
-
-
-def _export_on_the_way(run: Run, dtype: str | None, announce: Announce) -> None:
-    """``RUN/exports/step-N`` of whole checkpoints that are due and have none yet."""
-    if run.export_every is None:
-        return
-    for step, folder in run.checkpoints():
-        place = run.folder / "exports" / f"step-{step}"
-        if step % run.export_every or place.exists():
-            continue
-        place.parent.mkdir(exist_ok=True)
-        adapter = run.folder / "exports" / f"adapter-{step}"
-        if run.lora is not None:
-            _export_adapter(run, folder, adapter)
-        _export(run, step, folder, place, adapter, dtype)
-        announce(f"exported step {step} to {place}")
-
-
-def _export_adapter(run: Run, step: Path, place: Path) -> None:
-    from qwen3conv.training.lora import export_adapter
-
-    assert run.lora is not None
-    export_adapter(step, place, rank=run.lora.rank, alpha=run.lora.alpha, targets=run.lora.targets)
-
-
-def _export(run: Run, step: int, folder: Path, place: Path, adapter: Path, dtype: str | None) -> Manifest:
-    """The checkpoint of a step, or the source with the ``adapter`` of that step, as a Hugging Face folder."""
-    record = read_record(run.record)
-    about: dict[str, object] = {"backend": run.backend, "recipe": run.recipe}
-    about |= {key: record.get(key) for key in ("versions", "device", "degrees", "tokens_per_step", "lora")}
-    source = read_manifest(run.source)
-    origin: dict[str, object] = {
-        "path": str(folder),
-        "step": step,
-        "run": str(run.record),
-        "trained_from": source.fingerprint if source is not None else None,
-        "training": about,
-    }
-    if source is not None and "hub" in source.source:
-        origin["base_model"] = source.source["hub"]
-    choices = replace(DEFAULTS, like=run.assets, dtype=dtype)
-    if run.lora is not None:
-        choices = replace(DEFAULTS, dtype=dtype, adapter=adapter)
-        folder, origin["adapter"] = run.source, str(adapter)
-    return carry_out(prepare(folder, place, "hf", choices, origin=origin), overwrite=True)

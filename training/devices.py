@@ -21,6 +21,7 @@ from qwen3conv.converters.errors import ConversionError
 from .neuron_probe import ADVICE, torch_neuronx
 
 _TRAIN_EXTRA = "pip install 'qwen3conv[train]'"
+_NO_DEVICE = "native TorchNeuron is here and reports no device: see neuron-ls"
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 """The one module through which ``import torchtitan.models`` needs triton; used by one expert-parallel backend only."""
 
@@ -40,19 +41,29 @@ def choose_device(wanted: str | None = None) -> str:
     """``wanted`` if it can be used here; without one the best of ``"neuron"``, ``"cuda"`` and ``"cpu"``.
 
     Raises ``MissingPackageError`` when ``wanted`` is not usable. ``"neuron"`` counts only with native TorchNeuron: the
-    legacy XLA package of the same name has no ``torch.neuron``.
+    legacy XLA package of the same name has no ``torch.neuron``. Whoever has that one means Trainium: without ``wanted``
+    it is refused, rather than taken for a CPU.
     """
     usable = [name for name in ("neuron", "cuda") if _is_usable(name)]
     if wanted is None:
+        if not usable and torch_neuronx() == "legacy":
+            raise MissingPackageError(f"{ADVICE['legacy']}; or give --device cpu")
         return (*usable, "cpu")[0]
     if wanted == "cpu" or wanted in usable or (wanted not in ("neuron", "cuda") and _is_usable(wanted)):
         return wanted
     advice = "choose one of these, or install the PyTorch build for that device"
     if wanted == "neuron":
-        advice = ADVICE.get(torch_neuronx(), "native TorchNeuron is here and reports no device: see neuron-ls")
+        advice = ADVICE.get(torch_neuronx(), _NO_DEVICE)
     raise MissingPackageError(
         f"device {wanted!r} cannot be used here (usable: {', '.join((*usable, 'cpu'))}); {advice}"
     )
+
+
+def why_no_neuron(wanted: str | None, chosen: str) -> str:
+    """What to warn of where nobody asked for the CPU and it was chosen beside a torch-neuronx; else nothing."""
+    if wanted is not None or chosen != "cpu" or (kind := torch_neuronx()) == "absent":
+        return ""
+    return f"running on the CPU, which --device cpu asks for without this warning: {ADVICE.get(kind, _NO_DEVICE)}"
 
 
 def prepare_torchtitan(device: str | None = None) -> str:

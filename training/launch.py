@@ -7,26 +7,28 @@ own), ``run.json``, and at the end ``export``, a Hugging Face folder.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qwen3conv.converters.config import Qwen3Config
 from qwen3conv.converters.config_json import read_json_object
-from qwen3conv.converters.errors import PolicyError, SourceError, enumerate_problems
+from qwen3conv.converters.errors import ConversionError, SourceError
 from qwen3conv.converters.manifest import ASSETS
-from qwen3conv.converters.placement import Mesh, check_mesh
+from qwen3conv.converters.placement import Mesh
 
-from .layouts import check_size, recipe_name
-
-LOSS_CHUNKS = 8
-"""torchtitan 0.3.0 computes the loss in so many parts of a sequence (``ChunkedLossWrapper.num_chunks``)."""
+from .layouts import recipe_name
 
 ERRORS = "QWEN3CONV_ERRORS"
 """Environment variable with a file that the first rank to fail writes a reason to, for the command that launched it."""
+
+JOINS = "QWEN3CONV_JOINS"
+"""Environment variable of ranks whose command holds the lock of the run, which rank 0 shares then."""
+
+
+class CommandLineError(ConversionError):
+    """What ``torchrun`` was given is no run: a module, recipe, flag, value or number of ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class Run:
     lora: Lora | None = None
     validation: str | None = None
     """Rows whose loss is computed every ``validate_every`` steps, and that are not trained on."""
+    validation_fraction: float | None = None
+    """In place of ``validation``: the part of ``data``, 0 to 1, that is held out for it."""
     validate_every: int | None = None
     export_every: int | None = None
     """Steps between exports on the way; checkpoints are saved as often, unless ``save_every`` says more often."""
@@ -80,6 +84,11 @@ class Run:
     def is_sft(self) -> bool:
         """Whether rows are chats or completions, read by our loader, and not texts, read by torchtitan's."""
         return self.recipe.endswith("sft")
+
+    @property
+    def validates(self) -> bool:
+        """Whether a loss of rows that are not trained on is computed."""
+        return self.validation is not None or self.validation_fraction is not None
 
     @property
     def source_format(self) -> str:
@@ -130,7 +139,8 @@ class Run:
         words += ["--module", f"qwen3conv.training.recipes.{self.backend.replace('-', '_')}", "--config", self.config]
         for flag, value in self._flags().items():
             words += [f"--{flag}", str(value)]
-        words += ["--validator.enable"] if self.validation is not None else []
+        words += ["--validator.enable"] if self.validates else []
+        words += ["--validator.dataloader.held_out"] if self.validation_fraction is not None else []
         words += ["--balance_experts"] if self.balance_experts else []
         if self.lora is not None:
             words += ["--checkpoint.initial_load_in_hf", "--lora_rank", str(self.lora.rank)]
@@ -149,8 +159,12 @@ class Run:
             "checkpoint.interval": self.save_every or self.export_every,
             "learning_rate": self.learning_rate,
             "dataloader.on_bad_row": self.on_bad_row,
-            "dataloader.on_long_row": self.on_bad_row,
-            "validator.dataloader.source": None if self.validation is None else place_of(self.validation),
+            "dataloader.on_long_row": self.on_bad_row if self.is_sft else None,
+            "dataloader.validation_fraction": self.validation_fraction,
+            "validator.dataloader.source": place_of(self.validation or self.data) if self.validates else None,
+            "validator.dataloader.validation_fraction": self.validation_fraction,
+            "validator.dataloader.on_bad_row": self.on_bad_row if self.validates else None,
+            "validator.dataloader.on_long_row": self.on_bad_row if self.validates else None,
             "validator.freq": self.validate_every,
         }
         return {
@@ -178,8 +192,11 @@ class Run:
         )
 
     def changes_data_ranks(self) -> bool:
-        """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit."""
-        if not self.checkpoints() or not self.record.is_file():
+        """Whether the run goes on with another number of data-parallel ranks, whose places in the text do not fit.
+
+        Those in rows of ``sft`` do: our loader keeps one for all ranks.
+        """
+        if self.is_sft or not self.checkpoints() or not self.record.is_file():
             return False
         degrees = read_record(self.record).get("degrees")
         return isinstance(degrees, Mapping) and degrees.get("fsdp") != self.mesh.fsdp
@@ -193,7 +210,13 @@ def read_record(path: Path) -> dict[str, object]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        where = path.parent if path.name == "run.json" else path
+        what = f"has no {path.name}: it is no run of train, or has not begun" if where.is_dir() else "does not exist"
+        raise SourceError(f"{where} {what}") from None
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise SourceError(f"{path} cannot be read as the record of a run: {error}") from None
     steps = content.get("steps") if isinstance(content, dict) else None
     if not isinstance(steps, dict) or not all(step.isdigit() and _is_step(found) for step, found in steps.items()):
@@ -221,72 +244,6 @@ def is_file_of_rows(data: str) -> bool:
 def place_of(data: str) -> str:
     """``data`` for a process that may work elsewhere: an absolute path, or the name of a data set."""
     return str(Path(data).absolute()) if is_file_of_rows(data) or Path(data).is_dir() else data
-
-
-def check_run(run: Run, config: Qwen3Config) -> None:
-    """Refuse what would fail at the first step, or train something else than was meant.
-
-    Raises:
-        PolicyError: everything that does not fit, at once.
-        SourceError: the data are not there.
-    """
-    for data in filter(None, (run.data, run.validation)):
-        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", data) is not None and not data.startswith(".")
-        if not (Path(data).is_file() if is_file_of_rows(data) else is_name or Path(data).is_dir()):
-            raise SourceError(
-                f"{data} is not a file of rows (.jsonl, .parquet), a folder of a data set, or org/name[:split], "
-                "the name of one on the hub"
-            )
-    mesh, geometry = run.mesh, config.geometry
-    if run.model is not None:
-        check_size(run.model, geometry, "the source")
-    check_mesh(mesh, geometry)
-    problems = []
-    if mesh.pp > 1:
-        problems.append("pp: torchtitan 0.3's pipelines need a newer torch than 2.13")
-    if geometry.num_key_value_heads % mesh.tp:
-        problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
-    if run.model is not None and run.recipe not in ("pretrain", "sft"):
-        problems.append(f"--model is for --recipe pretrain and sft, not {run.recipe}")
-    if run.seq_len is not None:
-        if run.seq_len > config.max_position_embeddings:
-            problems.append(f"sequences of {run.seq_len} are longer than the model's {config.max_position_embeddings}")
-        for number, why in ((LOSS_CHUNKS, "torchtitan's parts of the loss"), (mesh.tp, "tensor-parallel ranks")):
-            if run.seq_len % number:
-                problems.append(f"sequences of {run.seq_len} do not divide among {number} {why}")
-    at_once = run.local_batch_size or 1
-    each = at_once * mesh.fsdp
-    if run.batch_size is not None and run.batch_size % each:
-        problems.append(
-            f"a batch of {run.batch_size} is no multiple of {each}: {at_once} sequences at a time on each "
-            f"of {mesh.fsdp} data-parallel ranks"
-        )
-    if config.tie_word_embeddings and min(mesh.tp, mesh.fsdp) > 1 and geometry.vocab_size % (mesh.tp * mesh.fsdp):
-        # the second step's loss is another one than on one rank; where the rows divide, or the head is untied, the same
-        problems.append(
-            f"the {geometry.vocab_size} rows of tied embeddings do not divide among tp x fsdp = {mesh.tp * mesh.fsdp}, "
-            "which torchtitan 0.3 on torch 2.13 trains wrongly"
-        )
-    if config.rope_scaling is not None and run.backend != "transformers":
-        problems.append(f"torchtitan's native Qwen3 cannot compute RoPE scaling {dict(config.rope_scaling)}")
-    if run.on_bad_row is not None and not run.is_sft:
-        problems.append("--on-bad-row is for --recipe sft; texts are cut into sequences, whatever their length")
-    if run.backend == "nki-moe" and not geometry.is_moe:
-        problems.append("--backend nki-moe is for MoE models; this one is dense")
-    if run.backend == "transformers" and (run.balance_experts or mesh.ep > 1):
-        problems.append("--balance-experts and --ep are for torchtitan's experts; --backend transformers has its own")
-    if run.validate_every is not None and run.validation is None:
-        problems.append("--validate-every is for rows to validate with; give --validation")
-    if run.export_every is not None and run.export_every % (run.save_every or run.export_every):
-        problems.append(f"--export-every {run.export_every} is no multiple of --save-every {run.save_every}")
-    if run.lora is not None and run.backend != "native":
-        problems.append("--lora-rank is for --backend native, whose component it is")
-    if run.backend == "transformers" and "auto_map" in config.raw:
-        problems.append("config.json has auto_map, code beside the weights, which is not run: remove it")
-    if run.balance_experts and not geometry.is_moe:
-        problems.append("--balance-experts is for MoE models; this one is dense")
-    if problems:
-        raise PolicyError(enumerate_problems("this run cannot be:", problems))
 
 
 def typed(words: list[str]) -> str:

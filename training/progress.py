@@ -32,10 +32,14 @@ class Progress:
         (first, since), (last, until) = self._ended[0], self._ended[-1]
         return (until - since) / (last - first) if last > first else until - self._begun
 
+    def tokens_per_second(self) -> float:
+        """Of all ranks together, over the latest steps."""
+        return self.tokens_per_step / max(self.seconds_per_step(), 1e-9)
+
     def line(self, step: int, loss: float, memory_bytes: int) -> str:
         """``step 3 of 10: loss 5.6783, 1,234 tokens/s, 0.7 GB, 0:00:07 to go``."""
         each = max(self.seconds_per_step(), 1e-9)
         left = timedelta(seconds=round(each * (self.steps - step)))
-        rate = self.tokens_per_step / each
+        rate = self.tokens_per_second()
         memory = f"{memory_bytes / 1e9:.1f} GB"
         return f"step {step} of {self.steps}: loss {loss:.4f}, {rate:,.0f} tokens/s, {memory}, {left} to go"

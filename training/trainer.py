@@ -6,6 +6,7 @@ Import this module after ``devices.prepare_torchtitan``: it imports torchtitan. 
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass, replace
@@ -18,13 +19,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from qwen3conv.converters.config import Qwen3Config, read_config
+from qwen3conv.converters.errors import PolicyError, enumerate_problems
+from qwen3conv.converters.placement import Mesh, check_mesh
 
 from .data.loader import ChatDataLoader
+from .launch import JOINS
 from .layouts import check_size
 from .lora import add_adapters, check_targets, split_targets
 from .native_model import native_config
 from .overrides.attention import DocumentAttention
-from .progress import Progress
+from .recording import record_run, warn_of_changes
+from .run_checks import shape_problems
+from .run_lock import lock_run
 from .run_record import RunRecord
 from .titan import (
     ChunkedLossWrapper,
@@ -42,6 +48,8 @@ from .titan import (
 )
 
 _RATE, _ADAPTER_RATE = 1e-5, 1e-4
+WARM_UP_SHARE = -1
+"""For ``lr_scheduler.warmup_steps``: a twentieth of the schedule's steps, and at least one."""
 _LOAD_BALANCE_COEFF = 1e-3
 """torchtitan's default for the flavors."""
 
@@ -71,15 +79,19 @@ class QwenTrainer(Trainer):
         """Where the run is recorded, in ``dump_folder``."""
 
     def __init__(self, config: Config) -> None:
+        self._lock = None
+        if os.environ.get("RANK", "0") == "0":
+            self._lock = lock_run(Path(config.dump_folder), "rank 0", joins=JOINS in os.environ)
         place = Path(config.hf_assets_path) / "config.json"
         source = read_config(place)
         if config.model_size:
             check_size(config.model_size, source.geometry, str(place))
+        check_shapes(source, config)
         self._fit(config, source)
         self._shapes: list[tuple[int, ...]] = []
         self._run_record: RunRecord | None = None
         super().__init__(config)
-        self._record(config)
+        self._run_record = record_run(self)
 
     @classmethod
     def _fit(cls, config: Config, source: Qwen3Config) -> None:
@@ -91,6 +103,9 @@ class QwenTrainer(Trainer):
         if config.learning_rate is None:
             config.learning_rate = _ADAPTER_RATE if config.lora_rank else _RATE
         config.optimizer = default_adamw(lr=config.learning_rate)
+        schedule = config.lr_scheduler
+        if schedule.warmup_steps == WARM_UP_SHARE:
+            schedule.warmup_steps = max(1, round(0.05 * (schedule.total_steps or config.training.steps)))
         for loader in (config.dataloader, config.validator.dataloader):
             if isinstance(loader, ChatDataLoader.Config):
                 loader.tokenizer_path = loader.tokenizer_path or config.hf_assets_path
@@ -114,6 +129,34 @@ class QwenTrainer(Trainer):
         model = add_adapters(spec.model, rank=config.lora_rank, alpha=config.lora_alpha, targets=targets)
         return replace(spec, model=model)
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the step of ``state_dict``; settings that are not those of the steps before are warned of."""
+        super().load_state_dict(state_dict)
+        if self._run_record is not None and self.step < self.config.training.steps:
+            warn_of_changes(self.step, self._run_record.begin(self.step + 1))
+
+    def should_continue_training(self) -> bool:
+        """Whether a step is left.
+
+        Raises:
+            PolicyError: the run went further than it is asked to go.
+        """
+        steps = self.config.training.steps
+        if self.step > steps:
+            raise PolicyError(
+                f"{self.config.dump_folder} is already at step {self.step}, and is to go to step {steps}, counted from "
+                "its beginning: ask for more steps, or for another folder"
+            )
+        if self.step == steps and not self._shapes and self._run_record is not None:
+            sys.stderr.write(f"{self.config.dump_folder} is already at step {steps}: no step is left to train\n")
+        return bool(super().should_continue_training())
+
+    def close(self) -> None:
+        """End, and let another process train this run."""
+        super().close()
+        if self._lock is not None:
+            self._lock.release()
+
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -129,46 +172,24 @@ class QwenTrainer(Trainer):
         found: tuple[torch.Tensor, torch.Tensor, dict[str, Any]] = super().post_dataloading_process(input_dict, labels)
         return found
 
-    def _record(self, config: Config) -> None:
-        dims = self.parallel_dims
-        degrees = {"fsdp": dims.dp_shard, "tp": dims.tp, "ep": dims.ep, "pp": dims.pp, "cp": dims.cp}
-        batch = config.training.local_batch_size * self.gradient_accumulation_steps * dims.dp_shard * dims.dp_replicate
-        facts: dict[str, Any] = {
-            "device": titan_utils.device_type,
-            "ranks": dist.get_world_size(),
-            "degrees": degrees,
-            "tokens_per_step": batch * config.training.seq_len,
-            "learning_rate": config.learning_rate,
-            "lora": _lora_facts(config),
-            "rows_left_out": len(getattr(self.dataloader, "bad_rows", ())),
-        }
-        if dist.get_rank():
-            return
-        record = RunRecord.start(Path(config.dump_folder) / config.record, facts)
-        log, monitor = self.metrics_processor.log, self.metrics_processor.device_memory_monitor
-        progress = Progress(steps=config.training.steps, tokens_per_step=facts["tokens_per_step"])
 
-        def log_and_record(step: int, loss: float, largest: float, norm: float, *args: Any, **more: Any) -> None:
-            seconds, memory = progress.took(step), round(monitor.get_peak_stats().max_reserved_gib * 2**30)
-            record.step(step, loss=loss, grad_norm=norm, seconds=round(seconds, 3), memory_bytes=memory)
-            log(step, loss, largest, norm, *args, **more)
-            sys.stderr.write(progress.line(step, loss, memory) + "\n")
+def check_shapes(source: Qwen3Config, config: QwenTrainer.Config) -> None:
+    """Refuse degrees and sequences that do not fit the model, before torchtitan trips over them.
 
-        self.metrics_processor.log = log_and_record
-        log_validation = self.metrics_processor.log_validation
-
-        def log_and_record_validation(loss: float, step: int, *args: Any, **more: Any) -> None:
-            record.add_to_step(step, validation_loss=loss)
-            log_validation(loss, step, *args, **more)
-
-        self.metrics_processor.log_validation = log_and_record_validation
-        self._run_record = record
-
-
-def _lora_facts(config: QwenTrainer.Config) -> dict[str, Any] | None:
-    if not config.lora_rank:
-        return None
-    return {"rank": config.lora_rank, "alpha": config.lora_alpha, "targets": split_targets(config.lora_targets)}
+    Raises:
+        PolicyError: everything that does not fit, at once.
+    """
+    degrees = config.parallelism
+    fsdp = degrees.data_parallel_shard_degree
+    if fsdp < 1:  # what the other degrees leave
+        others = degrees.data_parallel_replicate_degree * degrees.context_parallel_degree
+        others *= degrees.tensor_parallel_degree * degrees.pipeline_parallel_degree
+        fsdp = int(os.environ.get("WORLD_SIZE", "1")) // others
+    mesh = Mesh(tp=degrees.tensor_parallel_degree, fsdp=fsdp, ep=degrees.expert_parallel_degree)
+    check_mesh(mesh, source.geometry)
+    problems = shape_problems(source, mesh, config.training.seq_len)
+    if problems:
+        raise PolicyError(enumerate_problems("this run cannot be:", problems))
 
 
 class TransformersTrainer(QwenTrainer):

@@ -30,8 +30,6 @@ from .dcp_metadata import BytesStorageMetadata, Metadata, StorageInfo, TensorSto
 
 METADATA_FILE = ".metadata"
 _BIAS = "expert_bias"
-UNLOCATED = -1
-"""``Chunk.offset`` of a chunk whose archive has not been opened."""
 
 _REQUESTS, _STRETCH = 8, 32
 """Of files elsewhere: so many requests at a time, each for so many archives one after another."""
@@ -48,9 +46,9 @@ class _Part(NamedTuple):
 def read_dcp(folder: Path, locate: bool = True) -> Contents:
     """What a DCP folder holds. Only ``.metadata`` and, with ``locate``, the archives' frames are read.
 
-    Without ``locate`` the data files are only measured and every ``Chunk.offset`` is ``UNLOCATED``; those of files that
-    are elsewhere and stay there are too, but for small ones that decisions need. Chunks without
-    elements, which the last ranks of an uneven cut write, are left out unless the tensor has none at all.
+    Without ``locate`` the data files are only measured, and a chunk's offset is -1 minus that of its archive, which was
+    not opened; so it is of files that are elsewhere and stay there, but for small ones that decisions need. Chunks
+    without elements, which the last ranks of an uneven cut write, are left out unless the tensor has none at all.
     Raises ``SourceError`` for an incomplete, truncated, damaged or hostile folder; all problems of a kind at once.
     """
     metadata = read_metadata(metadata_path(folder))
@@ -63,7 +61,7 @@ def read_dcp(folder: Path, locate: bool = True) -> Contents:
     chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
     for part in parts:
         if part.box.volume or 0 in part.spec.shape:
-            at = offsets.get(part.info, UNLOCATED)
+            at = offsets.get(part.info, -1 - part.info.offset)
             chunks[part.spec.name].append(Chunk(part.box, part.info.relative_path, at))
     tensors = {name: StoredTensor(spec, tuple(chunks.pop(name))) for name, spec in specs.items()}
     return Contents(

@@ -85,6 +85,7 @@ class NxdShards:
     """FQN -> the pipeline ranks that hold it, in saved order."""
     stated: Fused | None
     """From optimum's metadata, where there are any."""
+    is_v1: bool = False
 
 
 def locate_nxd(folder: Path) -> Path | None:
@@ -143,7 +144,8 @@ def read_nxd(folder: Path) -> NxdShards:
         for fqn in held[mesh.rank(stage, 0, 0)]:
             stages[fqn] = (*stages.get(fqn, ()), stage)
     stated = read_metadata(inner.parent, mesh.tp, mesh.pp)
-    return NxdShards(folder, Contents(tensors, sizes, others), mesh, stages, stated)
+    is_v1 = _V1.fullmatch(files[0].partition("/")[0]) is not None
+    return NxdShards(folder, Contents(tensors, sizes, others), mesh, stages, stated, is_v1)
 
 
 def _check_done(inner: Path) -> None:

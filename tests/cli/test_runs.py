@@ -40,6 +40,7 @@ def test_the_first_step_at_which_losses_part_is_named_and_what_was_set_otherwise
         "first_difference": 3,
         "common_steps": 4,
         "settings": {"degrees": [{"tp": 1, "fsdp": 1}, {"tp": 2, "fsdp": 1}]},
+        "exports": [None, None],
     }
 
 
@@ -48,6 +49,22 @@ def test_runs_within_the_tolerance_are_the_same(tmp_path: Path) -> None:
     run(one, other, code=3)
     said = run(one / "run.json", other, "--tolerance", 0.01).stdout
     assert "the same over 2 steps" in said
+
+
+def test_exports_are_named_by_fingerprint_and_settings_of_the_last_leg_compared(tmp_path: Path) -> None:
+    legs = [{"first": 1, "last": 2, "settings": {"max_norm": 1.0, "warmup_steps": steps}} for steps in (1, 2)]
+    one = write(tmp_path / "a", [6.0, 5.5], legs=legs[:1], export={"fingerprint": "q3:aa"})
+    other = write(tmp_path / "b", [6.0, 5.5], legs=legs, export={"fingerprint": "q3:bb"})
+    same = write(tmp_path / "c", [6.0, 5.5], legs=legs[:1], export={"fingerprint": "q3:aa"})
+    said = run(one, other).stdout
+    assert "exports: different models" in said
+    assert "q3:aa" in said
+    assert "q3:bb" in said
+    document = json.loads(run(one, other, "--json").stdout)
+    assert document["exports"] == ["q3:aa", "q3:bb"]
+    assert document["settings"] == {"warmup_steps": [1, 2]}
+    assert "exports: the same model" in run(one, same).stdout
+    assert "no export" in run(one, write(tmp_path / "d", [6.0])).stdout
 
 
 def test_a_loss_that_is_no_number_differs(tmp_path: Path) -> None:
@@ -67,7 +84,11 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
     one = write(tmp_path / "a", [6.0])
     (tmp_path / "other.json").write_text("[]")
     assert "is not the record of a run" in run(one, tmp_path / "other.json", code=1).stderr
-    assert "cannot be read" in run(one, tmp_path / "absent", code=1).stderr
+    for absent in ("absent", "absent.json"):
+        assert f"{tmp_path / absent} does not exist" in run(one, tmp_path / absent, code=1).stderr
+    (tmp_path / "empty").mkdir()
+    assert f"{tmp_path / 'empty'} has no run.json: it is no run of train" in run(one, tmp_path / "empty", code=1).stderr
+    assert "Errno" not in run(one, tmp_path / "absent", code=1).stderr
     assert "no step in common" in run(one, write(tmp_path / "b", []), code=1).stderr
     run(one, one, code=2)
 

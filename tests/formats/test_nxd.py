@@ -144,6 +144,7 @@ def test_training_shards_are_what_nxd_cuts(
             state = training(cut(expected, tp, rank, order=order or "natural"), repeats=tp > KV)
             assert differing(ours, stage(state, pp, index)) == []
     assert (tmp_path / "tag" / "done").is_file() == (kind == "nxd")
+    assert open_checkpoint(tmp_path / "tag").format == kind
     assert fingerprint(tmp_path / "tag") == fingerprint(whole)
 
 

@@ -321,6 +321,13 @@ def test_the_configs_dtype_follows_tensors_that_have_another(variant: Variant, r
     assert load(room / "out").dtype == torch.float32
 
 
+def test_a_tied_head_that_shares_its_bytes_is_measured_once(room: Path, variant: Variant) -> None:
+    convert(variant("dense-tied"), room / "dcp", "titan")
+    report = inspect(room / "dcp")
+    assert report.bytes == 2 * report.parameters
+    assert report.tensors == len(read_tensors(variant("dense-tied"))) + 1
+
+
 # --- derived buffers --------------------------------------------------------------------------------------------------
 
 

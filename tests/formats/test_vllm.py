@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoTokenizer
 
 from qwen3conv.converters import Choices, carry_out, open_checkpoint, prepare, settle
 from qwen3conv.converters.errors import ConversionError, PolicyError, SourceError
 from qwen3conv.converters.placement import Mesh
-from tests.models import DENSE, MOE, make_dense, make_moe, read_tensors
+from tests.models import DENSE, MOE, make_dense, make_moe, make_tokenizer, read_tensors
 
 Tensors = dict[str, torch.Tensor]
 
@@ -107,7 +108,22 @@ def test_what_cannot_be_is_refused_by_name(whole: Path, tmp_path: Path) -> None:
     save_file(changed, path)
     with pytest.raises(SourceError, match=r"different values(.|\n)*layers\.1\.self_attn\.q_norm(.|\n)*model-rank-1"):
         settle(open_checkpoint(other))
-    (tmp_path / "ranks" / "config.json").unlink(missing_ok=True)
-    shutil.rmtree(tmp_path / "ranks" / "hf_assets", ignore_errors=True)
+    (tmp_path / "ranks" / "config.json").unlink()
     with pytest.raises(ConversionError, match=r"config\.json"):
         open_checkpoint(tmp_path / "ranks")
+
+
+def test_config_and_tokenizer_lie_where_vllm_looks_and_travel_back(tmp_path: Path) -> None:
+    """Beside the ranks, as vLLM's ``examples/offline_inference/save_sharded_state.py`` leaves them."""
+    sizes = replace(MOE, vocab=384)
+    whole = make_moe(tmp_path / "model", sizes=sizes, max_shard_size="60KB")
+    make_tokenizer(whole)
+    carry_out(prepare(whole, tmp_path / "ranks", "vllm", Choices(mesh=Mesh(tp=2))))
+    assert AutoConfig.from_pretrained(tmp_path / "ranks").num_experts == sizes.experts
+    AutoTokenizer.from_pretrained(tmp_path / "ranks")
+    assert not (tmp_path / "ranks" / "hf_assets").exists()
+    carry_out(prepare(tmp_path / "ranks", tmp_path / "merged", "hf"))
+    kept = {path.name for path in whole.iterdir()}
+    assert {path.name for path in (tmp_path / "merged").iterdir()} == kept | {"qwen3conv.json"}
+    for name in kept:
+        assert (tmp_path / "merged" / name).read_bytes() == (whole / name).read_bytes(), name

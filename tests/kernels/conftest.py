@@ -7,8 +7,8 @@ branches are written from AWS Neuron's documentation (2.32 and 2.33). Loaded wit
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,8 +54,10 @@ class NkiRunner:
             return launched(*args, **kwargs)
         if self.where == "simulator":
             return importlib.import_module("nki").simulate(launched)(*args, **kwargs)
-        if lnc != device_lnc():
-            pytest.skip(f"the device runs LNC {device_lnc()}, this test is of LNC {lnc}")
+        from qwen3conv.training.kernels import dispatch
+
+        if lnc != dispatch.device_lnc():
+            pytest.skip(f"the device runs LNC {dispatch.device_lnc()}, this test is of LNC {lnc}")
         outputs = launched(*(to_device(arg) if isinstance(arg, np.ndarray) else arg for arg in args), **kwargs)
         return tuple(map(from_device, outputs)) if isinstance(outputs, tuple | list) else from_device(outputs)
 
@@ -74,9 +76,34 @@ def nki_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     yield NkiRunner(request.param, None)
 
 
-def device_lnc() -> int:
-    """Physical cores per logical one; 2 unless set on trn2."""
-    return int(os.environ.get("NEURON_LOGICAL_NC_CONFIG", "2"))
+OnKernels = Callable[[int], list[str]]
+
+
+@pytest.fixture
+def on_kernels(nki_runner: NkiRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnKernels]:
+    """Call it with an LNC: from there on ``qwen3conv::moe_experts`` runs kernels on tensors of the CPU.
+
+    Gives the list of kernels launched since.
+    """
+    from qwen3conv.training.kernels import dispatch
+
+    if nki_runner.where == "device":
+        pytest.skip("tensors of the CPU: see the simulator's run")
+    launches: list[str] = []
+    launch = dispatch.Target.launch
+
+    def noted(self: dispatch.Target, module: str, kernel: str, *tensors: torch.Tensor, **constants: int) -> Any:
+        launches.append(kernel)
+        return launch(self, module, kernel, *tensors, **constants)
+
+    monkeypatch.setattr(dispatch.Target, "launch", noted)
+    with ExitStack() as stack:
+
+        def choose(lnc: int) -> list[str]:
+            stack.enter_context(dispatch.every_device_is(dispatch.Target(lnc, simulated=True)))
+            return launches
+
+        yield choose
 
 
 def to_device(array: np.ndarray) -> torch.Tensor:
@@ -89,10 +116,13 @@ def to_device(array: np.ndarray) -> torch.Tensor:
 
 
 def from_device(tensor: torch.Tensor) -> np.ndarray:
+    return from_host(tensor.cpu())
+
+
+def from_host(tensor: torch.Tensor) -> np.ndarray:
     import ml_dtypes
     import torch
 
-    host = tensor.cpu()
-    if host.dtype == torch.bfloat16:
-        return host.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return host.numpy()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()

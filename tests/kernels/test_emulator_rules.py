@@ -199,7 +199,7 @@ REFUSED: dict[str, list[tuple[str, type[Exception], str]]] = {
             "def body(i):\n  nisa.nc_matmul(dst=q, stationary=b, moving=b2, accumulate=True)\n"
             "nl.fori_loop(0, 2, body)",
             EmulationError,
-            "in one iteration",
+            "allocated outside the run-time loop",
         ),
         (
             "q = new((128, 2, 512), nl.float32, nl.psum).reshape((128, 1024)); "
@@ -278,6 +278,11 @@ REFUSED: dict[str, list[tuple[str, type[Exception], str]]] = {
             "nl.fori_loop(0, 2, lambda i: new((4, 4), nl.float32, nl.shared_hbm) and None)",
             EmulationError,
             "outside run-time",
+        ),
+        (
+            "nl.fori_loop(0, 1, lambda i: nisa.nc_transpose(dst=pb, data=b) and None)",
+            EmulationError,
+            "allocated outside the run-time loop",
         ),
         ("nl.while_loop(3, lambda r: r)", CallError, "init must be a register"),
         ("nl.while_loop(nisa.register_alloc(3), lambda r: None)", CallError, "returns the next register"),
@@ -532,6 +537,20 @@ def test_python_outside_the_subset_is_refused(tmp_path, monkeypatch, source: str
     monkeypatch.syspath_prepend(tmp_path)
     with emulated_nki(), pytest.raises(CallError, match=message):
         importlib.import_module("refused_kernel")
+
+
+def test_functions_of_the_kernels_package_are_held_to_the_subset_too(tmp_path, monkeypatch) -> None:
+    package = tmp_path / "kernels_in_parts"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "steps.py").write_text(
+        "import math\ndef step(x):\n    math.sqrt(2)\n    f = lambda: x\n    return f()\n"
+    )
+    text = "import nki\nfrom .steps import step\n@nki.jit\ndef kernel(x):\n    return step(x)\n"
+    (package / "kernel.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with emulated_nki(), pytest.raises(CallError, match="step, line 4: lambda"):
+        importlib.import_module("kernels_in_parts.kernel")
 
 
 def test_what_is_not_returned_from_shared_memory_is_refused() -> None:

@@ -228,8 +228,33 @@ def test_resume_goes_on_with_the_next_sequence(folder: Path, tmp_path: Path) -> 
     again = iter(resumed)
     for _ in range(6):
         assert next(stream)[0]["input"].equal(next(again)[0]["input"])
-    with pytest.raises(PolicyError, match="exclude_from_loading"):
-        _loader(folder, source, world=2).load_state_dict(state)
+    three = _loader(folder, source, world=3)
+    with pytest.raises(PolicyError, match=r"2 sequences of this epoch were read, which 3(.|\n)*exclude_from_loading"):
+        three.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 4), (4, 1), (4, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_sequences_at_every_step(
+    before: int, after: int, folder: Path, tmp_path: Path
+) -> None:
+    """Four sequences a step, however many ranks read them."""
+    source = tmp_path / "t.jsonl"
+    source.write_text("".join(json.dumps({"text": f"{number:>40}"}) + "\n" for number in range(24)))
+
+    def step(streams: list[Any], world: int) -> list[list[int]]:
+        return sorted(next(stream)[0]["input"][0].tolist() for _ in range(4 // world) for stream in streams)
+
+    loaders = [_loader(folder, source, rank, before, packing=False) for rank in range(before)]
+    streams = [iter(loader) for loader in loaders]
+    step(streams, before)
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    others = [_loader(folder, source, rank, after, packing=False) for rank in range(after)]
+    for loader in others:
+        loader.load_state_dict(states[0])
+    moved = [iter(loader) for loader in others]
+    for _ in range(8):  # into the next epoch
+        assert step(moved, after) == step(streams, before)
 
 
 def test_ranks_read_different_sequences(folder: Path, tmp_path: Path) -> None:

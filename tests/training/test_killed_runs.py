@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -93,3 +94,28 @@ def test_the_same_command_goes_on_as_if_nothing_had_been(
     run(*words(dense, data, tmp_path / "moved", *([] if flags else ["--tp", "2"])))
     for step, found in steps_of(tmp_path / "whole").items():
         assert steps_of(tmp_path / "moved")[step] == pytest.approx(found, rel=1e-4), step
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_tensor_parallel_ranks_goes_on_on_fsdp_ranks_in_the_same_rows(
+    dense: Path, tmp_path: Path
+) -> None:
+    """TP 2 to FSDP 2: same step, same place in the chats, same losses as the run that nothing befell."""
+    rows = [{"prompt": f"{text[:40]} {number}", "completion": text[40:120]} for number, text in enumerate(texts(dense))]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    common = ("--recipe", "tiny_sft", "--no-packing", "--seq-len", "128", "--batch-size", "2")
+    run(*words(dense, data, tmp_path / "whole", *common))
+    kill_when(between_steps, dense, data, tmp_path / "killed", *common, "--tp", "2")
+    run(*words(dense, data, tmp_path / "killed", *common, "--fsdp", "2", "--local-batch-size", "1"))
+    assert list(steps_of(tmp_path / "killed")) == [str(step) for step in range(1, STEPS + 1)]
+    for step, found in steps_of(tmp_path / "whole").items():
+        assert steps_of(tmp_path / "killed")[step] == pytest.approx(found, rel=1e-4), step
+    first, second = json.loads((tmp_path / "killed" / "run.json").read_text())["legs"]
+    assert (first["degrees"]["tp"], second["degrees"]["tp"], second["degrees"]["fsdp"]) == (2, 1, 2)
+    assert second["first"] == first["last"] + 1
+    assert second["changed"] == {}
+
+
+def texts(dense: Path) -> list[str]:
+    return even_texts(dense, 64, 24)

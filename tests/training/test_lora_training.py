@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.adapters import quiet, with_adapter
+from tests.conversions import differing
 from tests.models import even_texts, once, read_tensors, saved_model
 from tests.training.test_native import for_two_ranks, run, steps_of, write_texts
 
@@ -115,6 +116,23 @@ def test_a_run_does_not_go_on_with_other_adapters_or_none(trained: Path, dense: 
     base = ["train", "--from", dense, "--data", data, "--output", trained, "--recipe", "tiny"]
     assert "with other adapters or none" in run(*base, code=1).stderr
     assert "give --lora-rank" in run(*base, "--lora-alpha", 2, code=2).stderr
+
+
+def test_what_is_exported_can_be_chosen(trained: Path, dense: Path, data: Path, tmp_path: Path) -> None:
+    """Of a run that has no step left, so that nothing is trained."""
+    shutil.copytree(trained, tmp_path / "run")
+    for choice, expected in (("none", set()), ("adapter", {"adapter"}), ("merged", {"adapter", "export"})):
+        for name in ("adapter", "export", "exports"):
+            shutil.rmtree(tmp_path / "run" / name, ignore_errors=True)
+        ended = train(dense, data, tmp_path / "run", "--export", choice, "--export-every", STEPS, "--dtype", "float32")
+        assert "no step is left to train" in ended.stderr
+        assert {name for name in ("adapter", "export") if (tmp_path / "run" / name).is_dir()} == expected
+        on_the_way = {path.name for path in (tmp_path / "run").glob("exports/*")}
+        assert on_the_way == {f"{'step' if name == 'export' else name}-{STEPS}" for name in expected}
+    assert differing(read_tensors(tmp_path / "run" / "export"), read_tensors(trained / "export")) == []
+    base = ["train", "--from", dense, "--data", data, "--output", tmp_path / "new", "--recipe", "tiny"]
+    assert "give --lora-rank" in run(*base, "--export", "adapter", code=2).stderr
+    assert "--no-export is --export none" in run(*base, "--export", "merged", "--no-export", code=2).stderr
 
 
 @pytest.mark.slow

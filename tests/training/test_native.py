@@ -85,7 +85,10 @@ def test_the_loss_falls_and_every_step_is_recorded(trained: Path, dense: Path) -
     assert (record["device"], record["ranks"], record["tokens_per_step"]) == ("cpu", 1, 128)
     assert record["versions"]["torchtitan"] == "0.3.0"
     keys = ["data", "versions", "device", "ranks", "degrees", "tokens_per_step", "learning_rate", "lora"]
-    assert list(record) == [*keys, "rows_left_out", "shapes", "seconds", "source", "export", "steps"]
+    assert list(record) == [*keys, "rows_left_out", "legs", "shapes", "seconds", "source", "export", "steps"]
+    (leg,) = record["legs"]
+    assert (leg["first"], leg["last"], leg["changed"]) == (1, STEPS, {})
+    assert leg["tokens_per_second"] > 0
     assert record["shapes"] == [[2, 64]]
     assert record["source"]["fingerprint"] == fingerprint(dense)
     assert record["export"]["fingerprint"] == fingerprint(trained / "whole" / "export")
@@ -97,6 +100,8 @@ def test_the_loss_falls_and_every_step_is_recorded(trained: Path, dense: Path) -
 def test_a_resumed_run_is_the_uninterrupted_one(trained: Path) -> None:
     assert steps_of(trained / "resumed") == steps_of(trained / "whole")
     assert fingerprint(trained / "resumed" / "export") == fingerprint(trained / "whole" / "export")
+    legs = json.loads((trained / "resumed" / "run.json").read_text())["legs"]
+    assert [(leg["first"], leg["last"], leg["changed"]) for leg in legs] == [(1, 2, {}), (3, STEPS, {})]
 
 
 def test_the_start_is_the_source_and_the_export_is_what_was_trained(trained: Path, dense: Path) -> None:
@@ -321,14 +326,33 @@ def test_a_run_does_not_go_on_with_other_rows(trained: Path, dense: Path, texts:
 
 
 def test_rows_without_text_end_the_run_with_a_word(dense: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n')
-    ended = train(dense, tmp_path / "rows.jsonl", tmp_path / "run", code=1)
-    assert "training ended with code" in ended.stderr
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "x"}\n')
+    ended = train(dense, rows, tmp_path / "run", code=1)
+    assert f"{rows}:1: no string field 'text', only prompt" in ended.stderr
+    assert "--on-bad-row skip" in ended.stderr
+    assert "goes on from" not in ended.stderr
     bad = write_texts(tmp_path / "bad.jsonl", [""])
     chats = ["train", "--from", dense, "--data", bad, "--output", tmp_path / "chats", "--recipe", "tiny_sft"]
     ended = run(*chats, "--device", "cpu", code=1)
     assert "training ended with code 1: " in ended.stderr
     assert f"{bad}:1: text is empty" in ended.stderr
+
+
+def test_an_option_that_is_nearly_one_of_ours_is_not_handed_on(dense: Path, data: Path, tmp_path: Path) -> None:
+    for wrong, right in (("--save-evry", "--save-every"), ("--learning-rat=1", "--learning-rate"), ("--fsd", "--fsdp")):
+        said = train(dense, data, tmp_path / "run", wrong, 2, "--print", code=2).stderr
+        assert "Did you mean" in said
+        assert right in said.partition("Did you mean")[2]
+    handed_on = (
+        "--learning_rate",
+        "0.1",
+        "--profiler.enable_profiling",
+        "--training.max_norm=2",
+        "--override.imports",
+        "x",
+    )
+    assert train(dense, data, tmp_path / "run", *handed_on, "--print").stdout.count(" ".join(handed_on)) == 1
 
 
 def test_the_command_is_printed_and_nothing_is_done(dense: Path, data: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from qwen3conv.tools.cli.main import cli
 from qwen3conv.tools.generate import generate
 from qwen3conv.training.devices import prepare_torchtitan
 from qwen3conv.training.layouts import GEOMETRY, LAYOUT, STUDY, recipe_name
+from tests.cli.conftest import write_model
 
 CORE_BYTES = 24 << 30
 BYTES_PER_PARAMETER = 16
@@ -38,6 +39,28 @@ def test_every_size_has_a_recipe_with_its_layout(size: str, backend: Any) -> Non
         assert ("Chat" in type(config.dataloader).__qualname__) is sft
         assert recipe_name(size, sft=sft) in dir(backend)
     assert not hasattr(backend, "qwen3_9b")
+
+
+@pytest.mark.parametrize(("steps", "total", "warm_up"), [(1000, None, 50), (10, None, 1), (100, 400, 20)])
+def test_the_rate_warms_up_over_a_twentieth_of_the_schedule(
+    steps: int, total: int | None, warm_up: int, backend: Any, tmp_path: Path
+) -> None:
+    from qwen3conv.converters.config import read_config
+    from qwen3conv.training.trainer import QwenTrainer
+
+    source = read_config(write_model(tmp_path / "model") / "config.json")
+    for recipe in (backend.pretrain, backend.sft):
+        config = recipe()
+        config.training.steps, config.lr_scheduler.total_steps = steps, total
+        config.hf_assets_path = str(tmp_path / "model")
+        QwenTrainer._fit(config, source)
+        assert config.lr_scheduler.warmup_steps == warm_up
+        (group,) = config.optimizer.param_groups
+        assert (group.optimizer_kwargs["lr"], group.optimizer_kwargs["weight_decay"]) == (1e-5, 0.1)
+        config = recipe()
+        config.lr_scheduler.warmup_steps = 7  # as --lr_scheduler.warmup_steps says
+        QwenTrainer._fit(config, source)
+        assert config.lr_scheduler.warmup_steps == 7
 
 
 @pytest.mark.parametrize("size", LAYOUT)

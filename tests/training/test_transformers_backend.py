@@ -175,9 +175,35 @@ def test_a_run_goes_on_where_it_stopped_on_the_same_mesh_and_on_another(
 def test_each_backend_starts_from_the_others_checkpoint(trained: Path, dense: Path, data: Path, tmp_path: Path) -> None:
     for backend, other in (("native", "transformers"), ("transformers", "native")):
         step = trained / other / "checkpoint" / f"step-{STEPS}"
-        model = tmp_path / f"{other}-dcp"
-        shutil.copytree(step, model)
-        shutil.copytree(trained / other / "source" / "hf_assets", model / "hf_assets")
-        train(model, data, tmp_path / backend, "--backend", backend, "--no-export", steps=1)
-        train(model, data, tmp_path / f"{backend}-too", "--backend", other, "--no-export", steps=1)
+        train(step, data, tmp_path / backend, "--backend", backend, "--no-export", steps=1)
+        train(step, data, tmp_path / f"{backend}-too", "--backend", other, "--no-export", steps=1)
         assert_same_course(tmp_path / backend, tmp_path / f"{backend}-too")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_the_other_backend_with_its_optimizer(dense: Path, data: Path, tmp_path: Path) -> None:
+    """Four steps in one backend and four in the other, each way: the losses of eight in one."""
+    common: list[object] = ["--no-export", "--lr_scheduler.total_steps", 8, "--save-every", 4]
+    for backend, other in (("native", "transformers"), ("transformers", "native")):
+        whole, moved = tmp_path / f"{backend}-whole", tmp_path / f"{backend}-moved"
+        train(dense, data, whole, *common, "--backend", backend, steps=8)
+        step = whole / "checkpoint" / "step-4"
+        train(step, data, moved, *common, "--backend", other, "--keep-optimizer", steps=8)
+        found, expected = steps_of(moved), steps_of(whole)
+        assert list(found) == ["5", "6", "7", "8"]
+        for number, values in found.items():
+            assert values == pytest.approx(expected[number], rel=TOLERANCE), number
+    other_rows = write_texts(tmp_path / "other.jsonl", ["the sun"])
+    step = tmp_path / "native-whole" / "checkpoint" / "step-4"
+    assert "is not what" in train(step, other_rows, tmp_path / "new", "--keep-optimizer", steps=8, code=1).stderr
+
+
+def test_an_optimizer_that_is_not_there_is_not_kept(dense: Path, data: Path, tmp_path: Path) -> None:
+    refused = train(dense, data, tmp_path / "new", "--keep-optimizer", steps=8, code=1).stderr
+    assert "--keep-optimizer is for a step of a run of train" in refused
+    step = tmp_path / "old" / "checkpoint" / "step-4"
+    step.parent.mkdir(parents=True)
+    run("convert", dense, step, "--to", "titan")
+    (tmp_path / "old" / "run.json").write_text('{"steps": {}}')
+    assert "holds no optimizer state" in train(step, data, tmp_path / "new", "--keep-optimizer", steps=8, code=1).stderr
+    assert not (tmp_path / "new").exists()

@@ -182,7 +182,7 @@ def _show_plan(conversion: Conversion, options: Options) -> None:
                 "stored_tensors": _stored_tensors(conversion),
                 "reads": _file_list(reads),
                 "writes": _file_list(writes),
-                "sidecars": list(conversion.sidecar_names),
+                "beside": _beside(conversion),
                 "policies": [policy.to_dict() for policy in conversion.policies],
                 "read_bytes": sum(reads.values()),
                 "disk_bytes": conversion.disk_bytes,

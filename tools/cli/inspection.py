@@ -165,10 +165,11 @@ def _maths(config: Mapping[str, Any]) -> str:
 
 def _next_step(report: Report, place: str) -> str:
     if report.mesh is not None:
-        return f"qwen3conv merge {quote(place)} DST, or reshard for another mesh; with --dry-run to see the plan"
+        return f"qwen3conv merge {quote(place)} DST --dry-run"
     is_dcp = report.format is not None and not report.format.startswith(("hf", "torch-shards"))
     command = "dcp-to-hf" if is_dcp else "hf-to-dcp"
-    return f"qwen3conv {command} {quote(place)} DST, with --dry-run to see the plan"
+    like = "" if "rope_theta" in (report.config or {}) or command == "hf-to-dcp" else " --like 'FOLDER|HUB_ID'"
+    return f"qwen3conv {command} {quote(place)} DST{like} --dry-run"
 
 
 def _tensor_lines(report: Report) -> Iterator[str]:

@@ -9,7 +9,7 @@ import click
 
 from .command import DIFFERENT, Command
 from .options import DESTINATION, json_option
-from .output import note, print_json, print_table, say
+from .output import note, print_json, print_table, say, warn
 from .values import Place
 
 
@@ -81,12 +81,15 @@ def ladder(
     from qwen3conv.tools.ladder_picture import draw_ladder
     from qwen3conv.tools.training_run import check_data, look, make_source, require_training
     from qwen3conv.training.launch import Run, typed
+    from qwen3conv.training.run_lock import lock_run
 
     require_training()
-    from qwen3conv.training.devices import choose_device
+    from qwen3conv.training.devices import choose_device, why_no_neuron
 
-    found_source, config = look(source, note)
+    found_source, config = look(source, announce=note)
     chosen = choose_device(device)
+    if reason := why_no_neuron(device, chosen):
+        warn(reason)
     compiler = compile_backend or {"neuron": "neuron", "cpu": "aot_eager"}.get(chosen, "inductor")
     all_rungs = usual_rungs(tp, fsdp, is_moe=config.geometry.is_moe, compile_backend=compiler)
     all_rungs += [parse_rung(text) for text in own]
@@ -102,8 +105,9 @@ def ladder(
         for rung in all_rungs:
             say(f"{rung.name}: {typed(run_of(base, rung, output / 'rungs' / rung.name).command())}")
         return
-    make_source(base, found_source, source, needs_template=False, announce=note)
-    check_data(base)
+    with lock_run(output, "qwen3conv ladder"):
+        make_source(base, found_source, source, needs_template=False, announce=note)
+        check_data(base)
     climbed = []
     settings = {
         "from": source,

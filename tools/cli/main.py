@@ -1,6 +1,7 @@
 """The ``qwen3conv`` command: its group, and the one place where an error becomes a message and an exit code.
 
-Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 compared and different, 130 interrupted. Data goes to stdout,
+Exit codes: 0 done, 1 refused or failed, 2 wrong usage, 3 compared and different, 130 interrupted,
+143 ended by SIGTERM (``train``). Data goes to stdout,
 everything else to stderr; of a command that fails, stdout holds nothing, with ``--json`` as without (``verify --json``
 alone lists there what it found). Only click and these files are loaded until a command runs.
 """
@@ -80,7 +81,10 @@ class Main(click.Group):
 
     def _interrupted(self, ctx: click.Context) -> str:
         command = self.commands.get(ctx.invoked_subcommand or "")
-        can_resume = command is not None and any(parameter.name == "resume" for parameter in command.params)
+        can_resume = command is not None and any(
+            parameter.name == "resume" and isinstance(parameter, click.Option) and parameter.is_flag
+            for parameter in command.params
+        )
         return "interrupted; run again with --resume" if can_resume else "interrupted"
 
 

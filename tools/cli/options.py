@@ -145,7 +145,8 @@ def untie_option(function: Function) -> Function:
     )(function)
 
 
-def _like_option(text: str) -> Callable[[Function], Function]:
+def like_option(text: str) -> Callable[[Function], Function]:
+    """``--like``, with what it is for."""
     return click.option("--like", type=Place(), metavar="FOLDER|HUB_ID", help=text)
 
 
@@ -159,7 +160,7 @@ def _query_heads_option(function: Function) -> Function:
 
 def reading_options(function: Function) -> Function:
     """``--like`` and ``--query-heads``: what a checkpoint that is only read may not say of itself."""
-    return _like_option("Take config.json from there: for a checkpoint that has none.")(_query_heads_option(function))
+    return like_option("Take config.json from there: for a checkpoint that has none.")(_query_heads_option(function))
 
 
 _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
@@ -225,7 +226,7 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
             help="Largest output file, such as 500MB or 2GiB. Default: the source's own split, else 5GB; DCP: 2GB.",
         ),
     ),
-    ("like", _like_option("Take config.json, tokenizer and file split from there (no weights are read).")),
+    ("like", like_option("Take config.json, tokenizer and file split from there (no weights are read).")),
     (
         "config_from",
         click.option(

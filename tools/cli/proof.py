@@ -259,7 +259,7 @@ def _show_differences(found: Comparison) -> None:
 
 def _parameters(found: Comparison) -> int:
     """Parameters that either side has."""
-    return found.compared + sum(difference.kind in ("missing", "extra") for difference in found.differences)
+    return found.compared + sum(difference.kind.startswith("only in") for difference in found.differences)
 
 
 def _where(difference: Difference) -> str:
@@ -277,10 +277,8 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _what(difference: Difference) -> str:
-    if difference.kind == "missing":
-        return f"only in B: {difference.b}"
-    if difference.kind == "extra":
-        return f"only in A: {difference.a}"
+    if difference.kind.startswith("only in"):
+        return f"{difference.kind}: {difference.b if difference.a == 'absent' else difference.a}"
     if difference.kind == "shape":
         return f"shape {difference.a} in A, {difference.b} in B"
     if difference.kind == "bits":
@@ -295,7 +293,7 @@ def _what(difference: Difference) -> str:
 
 
 def _numbers(difference: Difference) -> Iterator[str]:
-    if difference.kind in ("missing", "extra", "shape"):
+    if difference.kind == "shape" or difference.kind.startswith("only in"):
         yield from (difference.a, difference.b, "")
         return
     yield "" if difference.max_abs is None else f"{difference.max_abs:.3g}"

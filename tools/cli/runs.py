@@ -12,7 +12,7 @@ from .command import DIFFERENT, Command
 from .options import json_option
 from .output import print_json, print_table, say
 
-_NO_SETTINGS = ("steps", "seconds", "export")
+_NO_SETTINGS = ("steps", "legs", "seconds", "export")
 _SHOWN = 5
 """Steps in the table around the first that differs."""
 
@@ -41,11 +41,13 @@ def runs(ctx: click.Context, a: Path, b: Path, tolerance: float, picture: Path |
 
     records: dict[str, dict[str, Any]] = {}
     for place in (a, b):
-        records[str(place)] = dict(read_record(place / "run.json" if place.is_dir() else place))
+        is_record = place.is_file() or place.suffix == ".json"
+        records[str(place)] = dict(read_record(place if is_record else place / "run.json"))
     if len(records) == 1:
         raise click.UsageError("A and B are the same record")
     one, other = records.values()
-    settings = {key: (one.get(key), other.get(key)) for key in {**one, **other} if key not in _NO_SETTINGS}
+    first, second = _settings(one), _settings(other)
+    settings = {key: (first.get(key), second.get(key)) for key in {**first, **second}}
     changed = {key: pair for key, pair in settings.items() if pair[0] != pair[1]}
     common = [step for step in one["steps"] if step in other["steps"]]
     if not common:
@@ -58,10 +60,23 @@ def runs(ctx: click.Context, a: Path, b: Path, tolerance: float, picture: Path |
     if json:
         differences = {key: list(pair) for key, pair in changed.items()}
         document = {"equal": parted is None, "first_difference": parted and int(parted), "common_steps": len(common)}
-        print_json({**document, "settings": differences})
+        print_json({**document, "settings": differences, "exports": [_exported(one), _exported(other)]})
     else:
         _show(str(a), str(b), one, other, changed, common, parted)
     ctx.exit(DIFFERENT if parted is not None else 0)
+
+
+def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What the record says of the whole run, and the settings of its last leg."""
+    legs = record.get("legs") or [{}]
+    settings = {key: value for key, value in record.items() if key not in _NO_SETTINGS}
+    return {**settings, **legs[-1].get("settings", {})}
+
+
+def _exported(record: Mapping[str, Any]) -> str | None:
+    """The fingerprint of the trained model."""
+    export = record.get("export")
+    return export.get("fingerprint") if isinstance(export, Mapping) else None
 
 
 def _apart(one: Mapping[str, float], other: Mapping[str, float], tolerance: float) -> bool:
@@ -80,6 +95,10 @@ def _show(
     say(f"{a} and {b}: " + (f"losses part at step {parted}" if parted else f"the same over {len(common)} steps"))
     if changed:
         print_table([(key, str(pair[0]), str(pair[1])) for key, pair in changed.items()], headers=("SETTING", a, b))
+    exports = [_exported(one), _exported(other)]
+    if any(exports):
+        say("exports: " + ("the same model" if exports[0] == exports[1] else "different models, or not both exported"))
+        print_table([(name, found or "no export") for name, found in zip((a, b), exports, strict=True)])
     at = common.index(parted) if parted else len(common) - 1
     shown = common[max(0, at - _SHOWN + 1) : at + 2]
     rows = []

@@ -132,7 +132,7 @@ def _model(model: str | None, source: str | None) -> tuple[Geometry, bool, int]:
         return released(model or "")
     from qwen3conv.tools.training_run import look
 
-    config = look(source, note)[1]
+    config = look(source, announce=note)[1]
     return config.geometry, config.tie_word_embeddings, config.num_experts_per_tok or 1
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from .core import Core
 from .dtypes import Array, rounded
 from .errors import AccessError, EmulationError
-from .storage import NEVER_WRITTEN, OTHER_OP, Storage, check_alive
+from .storage import BY_MATMUL, NEVER_WRITTEN, OTHER_OP, Storage, check_alive
 from .tensors import Register, Tensor
 
 
@@ -126,7 +126,7 @@ def store(core: Core, view: Tensor, values: Array, at: Place | None = None) -> N
 def store_matmul(core: Core, view: Tensor, values: Array, accumulate: bool) -> None:
     """Write or add a product in PSUM; raises EmulationError where the accumulation group is broken."""
     at = place(core, view)
-    storage, here = view.storage, core.scope.serial + 1
+    storage = view.storage
     assert storage.matmul is not None
     assert storage.unread is not None
     if accumulate:
@@ -135,10 +135,6 @@ def store_matmul(core: Core, view: Tensor, values: Array, accumulate: bool) -> N
             raise EmulationError(f"{view!r}: accumulate=True on PSUM that no matmul wrote with accumulate=False")
         if (state == OTHER_OP).any():
             raise EmulationError(f"{view!r}: accumulate=True on what memset, a copy or another op wrote is undefined")
-        if (state != here).any():
-            raise EmulationError(
-                f"{view!r}: an accumulation group must start and end in one iteration of one loop body"
-            )
         values = at.get(storage.flat) + values
     elif at.get(storage.unread).any():
         raise EmulationError(
@@ -147,7 +143,7 @@ def store_matmul(core: Core, view: Tensor, values: Array, accumulate: bool) -> N
         )
     _claim(core, view, at)
     at.put(storage.flat, values.astype(np.float32))
-    at.put(storage.matmul, here)
+    at.put(storage.matmul, BY_MATMUL)
     at.put(storage.unread, True)
 
 

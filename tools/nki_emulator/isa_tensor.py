@@ -9,7 +9,7 @@ import numpy as np
 
 from .access import load, store, store_matmul
 from .capacity import BANK_BYTES
-from .core import current_core
+from .core import Core, current_core
 from .dtypes import bfloat16, float16, float32
 from .errors import CallError, EmulationError
 from .instructions import engine, instruction, on_engine, rows_of, tile
@@ -62,6 +62,7 @@ def nc_matmul(
     if dst.buffer != psum or dst.dtype != float32 or dst.shape != (m, n):
         raise EmulationError(f"dst must be a float32 PSUM tile of shape {(m, n)}, not {dst!r} of {dst.dtype}")
     _check_bank(dst)
+    _check_scope(core, dst)
     product = load(core, left).astype(np.float32).T @ load(core, right).astype(np.float32)
     core.matmul_macs += k * m * n
     store_matmul(core, dst, product, accumulate)
@@ -82,6 +83,8 @@ def nc_transpose(dst: Any, data: Any, engine: Any = engine.unknown, name: Any = 
     limit = MAX_K if on_tensor else VECTOR_TRANSPOSE
     if on_tensor and (data.buffer != sbuf or dst.buffer != psum):
         raise EmulationError("the Tensor engine transposes from SBUF to PSUM")
+    if on_tensor:
+        _check_scope(core, dst)
     if rows > limit or columns > limit:
         raise EmulationError(f"{rows} x {columns} is more than the {limit} x {limit} of this engine")
     store(core, dst, rows_of(core, data).T.reshape(dst.shape))
@@ -96,6 +99,15 @@ def _operand(value: object, what: str) -> Tensor:
     if operand.dtype not in (bfloat16, float16, float32):
         raise EmulationError(f"{what} is {operand.dtype}; the Tensor engine multiplies floats")
     return operand
+
+
+def _check_scope(core: Core, dst: Tensor) -> None:
+    """Source: users of neuronx-cc 2.27 report that it refuses such a kernel (NCC_IBIR092); SBUF may be outside."""
+    if core.body is not None and dst.storage.scope is not core.scope:
+        raise EmulationError(
+            f"dst {dst!r} was allocated outside the run-time loop: what the Tensor engine writes in a loop's body is "
+            "PSUM of that body"
+        )
 
 
 def _check_bank(dst: Tensor) -> None:

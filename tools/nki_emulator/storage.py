@@ -17,8 +17,8 @@ from .errors import AccessError, CallError, EmulationError
 
 MAX_PARTITIONS = 128
 
-NEVER_WRITTEN, OTHER_OP = 0, -1
-"""States of a PSUM element; a positive one is the scope whose matmul wrote it."""
+NEVER_WRITTEN, BY_MATMUL, OTHER_OP = range(3)
+"""States of a PSUM element."""
 
 HERE = str(Path(__file__).parent)
 

@@ -1,7 +1,7 @@
 """The Python that a kernel may be written in, so that NKI 0.6's parser and 0.7's tracer both take it.
 
 Source: AWS Neuron 2.32, NKI 0.6.0 documentation, kernel language. Checked in the kernel's own source and in that of
-the plain functions of its module that it names, before anything runs.
+the plain functions of its module or package that it names, before anything runs.
 """
 
 from __future__ import annotations
@@ -49,9 +49,15 @@ def check_source(function: Callable[..., Any]) -> None:
         problems += [f"{now.__name__}, line {first + line - 1}: {what}" for line, what in _problems(tree)]
         names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         called = (now.__globals__.get(name) for name in sorted(names))
-        waiting += [f for f in called if inspect.isfunction(f) and f.__module__ == now.__module__]
+        waiting += [f for f in called if inspect.isfunction(f) and _are_together(f, now)]
     if problems:
         raise CallError(enumerate_problems(f"kernel {function.__name__} leaves NKI's subset of Python:", problems))
+
+
+def _are_together(function: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    mine, theirs = function.__module__, other.__module__
+    package = theirs.rpartition(".")[0]
+    return mine == theirs or (bool(package) and mine.rpartition(".")[0] == package)
 
 
 def _problems(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -23,9 +23,12 @@ import xxhash
 from qwen3conv.converters.errors import SourceError, enumerate_problems
 
 from .masking import BadRow, Sample, encode_row, kind_of
-from .rows import digest_rows, read_rows
+from .rows import ALL_ROWS, Part, digest_rows, read_rows
 
-_MASKING = 1
+BAD_ROWS = "bad rows; mend them, or leave them out with --on-bad-row skip:"
+"""What precedes a list of them."""
+
+_MASKING = 2
 """Version of what rows become, so that those of an earlier one are not taken for these."""
 
 
@@ -41,6 +44,7 @@ class Encoding:
     seq_len: int
     tokenizer: Path
     """Folder with the tokenizer and its chat template."""
+    part: Part = ALL_ROWS
 
     def digest(self, tokenizer: Any) -> str:
         """xxh3_128 of the rows and of all that decides what they become."""
@@ -54,6 +58,8 @@ class Encoding:
             tokenizer.chat_template,
             tokenizer.eos_token,
         ]
+        if self.part != ALL_ROWS:
+            how.append([self.part.fraction, self.part.held_out])
         found.update(json.dumps(how).encode())
         found.update((self.tokenizer / "tokenizer.json").read_bytes())
         return found.hexdigest()
@@ -117,9 +123,11 @@ def _encode(encoding: Encoding, tokenizer: Any, folder: Path) -> None:
                 tokens.write(array("i", sample.tokens).tobytes())
                 trained.write(bytes(sample.trained))
         if fatal:
-            raise SourceError(enumerate_problems("bad rows; mend them, or skip (on_bad_row, on_long_row):", fatal))
+            raise SourceError(enumerate_problems(BAD_ROWS, fatal))
         if not ends:
-            raise SourceError(enumerate_problems(f"{encoding.source}: no usable row", bad))
+            where = "held out to validate with" if encoding.part.held_out else "left to train on"
+            what = f"no row is {where}" if encoding.part != ALL_ROWS else "no usable row"
+            raise SourceError(enumerate_problems(f"{encoding.source}: {what}", bad))
         for name, kind in (("tokens", np.int32), ("trained", np.bool_)):
             raw = np.memmap(partial / f"{name}.raw", dtype=kind, mode="r")
             np.save(partial / f"{name}.npy", raw)
@@ -144,6 +152,8 @@ def _samples(encoding: Encoding, tokenizer: Any, bad: list[str], fatal: list[str
         try:
             if row.problem:
                 raise BadRow(row.problem)
+            if not encoding.part.has(row.value, kind_of(row.value, encoding.kind)):
+                continue
             sample = encode_row(row.value, encoding.kind, tokenizer)
         except BadRow as error:
             _leave_out(f"{row.where}: {error}", encoding.on_bad_row, bad, fatal)

@@ -9,6 +9,7 @@ Source of the interface: torchtitan 0.3.0, ``components/dataloader.py``.
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Iterator
@@ -23,10 +24,19 @@ from qwen3conv.converters.errors import PolicyError, SourceError
 from qwen3conv.training.titan import IGNORE_INDEX, ParallelAwareDataloader
 
 from .encoded import EncodedRows, Encoding, encoded_rows
+from .rows import Part
+
+_POSITION = "position"
+"""Key of the place in the data, in a checkpoint under ``dataloader``."""
 
 
 class SequenceDataset(IterableDataset[Any]):
-    """Sequences of one dp rank; every rank gets the same number. State: epoch and next sequence."""
+    """Sequences of one dp rank; every rank gets the same number.
+
+    State: epoch, and how many of its sequences all ranks together have read. Ranks read in turn, so as many of them as
+    divide that number go on from there, each step with the sequences that it would have had on others; but for the last
+    of an epoch, which are left where they are not enough for every rank.
+    """
 
     def __init__(
         self, rows: EncodedRows, *, seq_len: int, pad: int, packing: bool, rank: int, world: int, infinite: bool
@@ -79,14 +89,16 @@ class SequenceDataset(IterableDataset[Any]):
             self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Epoch, index in it of the next sequence of this rank, of what rows, and whether they are packed."""
-        return {"epoch": self.epoch, "next": self.next, "rows": self.rows.digest, "packing": self.packing}
+        """Epoch, sequences of it that are read, of what rows, and whether they are packed; the same on every rank."""
+        read = self.next * self.world
+        return {"epoch": self.epoch, "sequences": read, "rows": self.rows.digest, "packing": self.packing}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the sequence that ``state`` names.
+        """Go on behind the sequences that ``state`` counts.
 
         Raises:
-            PolicyError: it is a place in other rows, or in rows that were encoded or packed otherwise.
+            PolicyError: it is a place in other rows, or in rows that were encoded or packed otherwise; or not all ranks
+                would have read equally much of it.
         """
         if state.get("rows", self.rows.digest) != self.rows.digest:
             raise PolicyError(
@@ -99,7 +111,13 @@ class SequenceDataset(IterableDataset[Any]):
                 "place in the data is none here: put it back, or pass --checkpoint.exclude_from_loading dataloader to "
                 "begin anew"
             )
-        self.epoch, self.next = state["epoch"], state["next"]
+        if state["sequences"] % self.world:
+            raise PolicyError(
+                f"{state['sequences']} sequences of this epoch were read, which {self.world} data-parallel ranks "
+                "cannot have read in turn: go on with another number of them, or pass "
+                "--checkpoint.exclude_from_loading dataloader to begin the data anew"
+            )
+        self.epoch, self.next = state["epoch"], state["sequences"] // self.world
 
 
 def _packed(packing: bool) -> str:
@@ -129,6 +147,10 @@ class ChatDataLoader(ParallelAwareDataloader):
         infinite: bool = True
         tokenizer_path: str = ""
         """Folder with the tokenizer and its chat template."""
+        validation_fraction: float = 0.0
+        """Of the rows, 0 to 1, that is not trained on; by what they say, so that copies of a row stay together."""
+        held_out: bool = False
+        """Whether these are that fraction, rather than the other rows."""
         cache: str = ""
         """Folder of encoded rows, shared by the ranks of a machine; without one they go with the process."""
 
@@ -157,6 +179,7 @@ class ChatDataLoader(ParallelAwareDataloader):
             config.on_long_row,
             seq_len,
             Path(config.tokenizer_path),
+            Part(config.validation_fraction, config.held_out),
         )
         self._room = None if config.cache else tempfile.TemporaryDirectory(prefix="qwen3conv-rows-")
         rows = encoded_rows(encoding, hf, Path(config.cache if self._room is None else self._room.name))
@@ -184,15 +207,15 @@ class ChatDataLoader(ParallelAwareDataloader):
             snapshot_every_n_steps=snapshot_every_n_steps,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data, for any number of ranks; torchtitan's own is one per rank, for as many ranks alone."""
+        return {_POSITION: json.dumps(self.dataset.state_dict())}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the state was taken.
 
         Raises:
-            PolicyError: the state is of another dp degree.
+            PolicyError: as ``SequenceDataset.load_state_dict``.
         """
-        if state_dict and state_dict.get("world_size") != self.dp_world_size:
-            raise PolicyError(
-                f"the data position was saved by {state_dict.get('world_size')} data-parallel ranks, this run has "
-                f"{self.dp_world_size}: pass --checkpoint.exclude_from_loading dataloader to start the data anew"
-            )
-        super().load_state_dict(state_dict)
+        if _POSITION in state_dict:
+            self.dataset.load_state_dict(json.loads(state_dict[_POSITION]))

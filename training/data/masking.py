@@ -47,7 +47,11 @@ def encode_row(value: dict[str, Any], kind: str, tokenizer: Any) -> Sample:
 
 
 def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
-    """Mask by rendered prefixes: a turn starts where the prompt before it ends and closes with the first EOS after."""
+    """Mask by rendered prefixes: a turn starts where the prompt before it ends and closes with the first EOS after.
+
+    A template may render what precedes a turn otherwise in the whole: Qwen3's drops what was thought before the last
+    question, between the calls of tools of an earlier one too. The start is then where the whole changes with the turn.
+    """
     if not isinstance(messages, list) or not messages:
         raise BadRow("messages is empty or no list")
     for number, message in enumerate(messages):
@@ -79,6 +83,9 @@ def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
         prompts = render(messages[:turn], True), render(messages[:turn], True, enable_thinking=False)
         prefix = max((prompt for prompt in prompts if text.startswith(prompt)), key=len, default=None)
         if prefix is None:
+            changed = render([*messages[:turn], _marked(messages[turn]), *messages[turn + 1 :]], False)
+            prefix = _before_turn(text, changed, *prompts, render(messages[:turn], False))
+        if prefix is None:
             raise BadRow(f"message {turn}: the template renders what precedes it differently in the whole; mask unsure")
         start = next((i for i, (begin, _) in enumerate(offsets) if begin >= len(prefix)), len(tokens))
         if start and offsets[start - 1][1] > len(prefix):
@@ -88,3 +95,38 @@ def _chat(messages: Any, tools: Any, tokenizer: Any) -> Sample:
         end = tokens.index(tokenizer.eos_token_id, start) + 1
         trained[start:end] = [True] * (end - start)
     return Sample(tokens, trained)
+
+
+_MARK = "\ue000"
+"""Of Unicode's private use, so that no text begins with it."""
+_THOUGHT = "</think>"
+"""What ends reasoning that stands in the content itself (Qwen3's chat templates)."""
+
+
+def _marked(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with all that it says begun by a mark."""
+    changed = {
+        **message,
+        "content": _THOUGHT.join(_MARK + part for part in (message.get("content") or "").split(_THOUGHT)),
+    }
+    if message.get("reasoning_content"):
+        changed["reasoning_content"] = _MARK + message["reasoning_content"]
+    return changed
+
+
+def _before_turn(text: str, changed: str, prompt: str, without_thinking: str, history: str) -> str | None:
+    """``text`` up to the turn by which ``changed`` differs; ``None`` where the template does not open turns alike.
+
+    The turn begins behind the last generation prompt before the first difference, and behind the empty think block that
+    a prompt without thinking has.
+    """
+    opening = prompt.removeprefix(history)
+    differs = next((at for at, (ours, theirs) in enumerate(zip(text, changed, strict=False)) if ours != theirs), None)
+    if differs is None or not opening or not prompt.startswith(history):
+        return None
+    start = text.rfind(opening, 0, differs)
+    if start < 0:
+        return None
+    start += len(opening)
+    given = without_thinking.removeprefix(prompt) if without_thinking.startswith(prompt) else ""
+    return text[: start + len(given)] if given and text.startswith(given, start) else text[:start]

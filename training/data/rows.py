@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,30 @@ class Row(NamedTuple):
     value: dict[str, Any]
     problem: str = ""
 
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a source that are trained on, or those held out of it to validate with.
+
+    What a row says decides, not its place: a row added or moved sends no other to the other side, and copies of a row
+    are on the same one.
+    """
+
+    fraction: float = 0.0
+    """Of the rows, 0 to 1, that is held out."""
+    held_out: bool = False
+
+    def has(self, value: Mapping[str, Any], kind: str) -> bool:
+        """Whether a row of ``kind`` belongs to it."""
+        if not self.fraction:
+            return not self.held_out
+        said = value.get("text") if kind == "text" else None
+        text = said if isinstance(said, str) else json.dumps(value, sort_keys=True, default=str)
+        return (xxhash.xxh3_64_intdigest(text.encode()) < self.fraction * 2**64) is self.held_out
+
+
+ALL_ROWS = Part()
+"""Nothing is held out."""
 
 FILES = (".jsonl", ".parquet")
 """Files of rows; everything else is the name of a data set of the hub, or a folder that ``datasets`` reads."""

@@ -1,1 +1,1 @@
-"""Qwen3's routed experts as torch operators: block plan, reference, operator."""
+"""Qwen3's routed experts as torch operators: block plan, reference, NKI kernels, operator."""

@@ -19,25 +19,34 @@ class BlockPlan(NamedTuple):
     """(N,) int32: the expert of each block. Blocks nobody needs hold padding only and go to the last expert."""
 
 
-def num_blocks(rows: int, num_experts: int, block: int) -> int:
-    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B))."""
+def num_blocks(rows: int, num_experts: int, block: int, *, least: int = 0) -> int:
+    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B)).
+
+    With ``least`` 1 every expert has a block, of padding where it has no rows: sum(max(1, ceil(count / B))).
+    """
+    if least:
+        return num_experts - 1 + max(1, -(-rows // block))
     if rows <= num_experts:
         return rows  # at worst one row each
     return num_experts + (rows - num_experts) // block
 
 
-def plan_blocks(counts: torch.Tensor, rows: int, block: int) -> BlockPlan:
+def plan_blocks(counts: torch.Tensor, rows: int, block: int, *, least: int = 0) -> BlockPlan:
     """The plan for ``counts`` (E,), rows per expert summing to ``rows``; N is ``num_blocks(rows, E, block)``.
+
+    ``least``: 1 gives every expert a block, see ``num_blocks``.
 
     Shapes follow from ``rows``, E and ``block`` alone, so one compiled kernel serves every routing.
     """
     experts = counts.shape[0]
-    blocks = num_blocks(rows, experts, block)
+    blocks = num_blocks(rows, experts, block, least=least)
     counts = counts.to(torch.int32)
-    ends = torch.cumsum((counts + block - 1) // block, 0, dtype=torch.int32)
+    owned = ((counts + block - 1) // block).clamp_(min=least)
+    ends = torch.cumsum(owned, 0, dtype=torch.int32)
     index = torch.arange(blocks, device=counts.device, dtype=torch.int32)
-    owner = torch.searchsorted(ends, index, right=True).clamp_(max=experts - 1)
-    first_block = (ends - (counts + block - 1) // block).index_select(0, owner)
+    # What ``searchsorted`` finds, by operations that every device has.
+    owner = (index[:, None] >= ends).sum(1).clamp_(max=experts - 1)
+    first_block = (ends - owned).index_select(0, owner)
     first_row = (torch.cumsum(counts, 0, dtype=torch.int32) - counts).index_select(0, owner)
     rank = (index - first_block)[:, None] * block + torch.arange(block, device=counts.device, dtype=torch.int32)
     is_row = rank < counts.index_select(0, owner)[:, None]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from qwen3conv.training.data.loader import ChatDataLoader
 from qwen3conv.training.recipes.sizes import recipes_of_sizes
-from qwen3conv.training.text import text_loader
+from qwen3conv.training.text import TextDataLoader
 from qwen3conv.training.titan import (
     CheckpointManager,
     DebugConfig,
@@ -17,19 +17,20 @@ from qwen3conv.training.titan import (
     TrainingConfig,
     Validator,
 )
-from qwen3conv.training.trainer import QwenTrainer
+from qwen3conv.training.trainer import WARM_UP_SHARE, QwenTrainer
 
 
 def pretrain() -> QwenTrainer.Config:
     """Continued pre-training on text. The model is that of ``--hf_assets_path``, whose config.json says every size.
 
-    The rate of 1e-5 with a cosine is that of published full fine-tunes of Qwen3 (ms-swift, commit a54622f,
-    examples/train/tiled_mlp/train_deepspeed.sh: Qwen3-4B, AdamW, weight decay 0.1, warm-up over 5% of the steps).
+    A published full fine-tune of Qwen3-4B states a rate of 1e-5, a weight decay of 0.1 and a warm-up over 5% of the
+    steps (ms-swift, commit a54622f, examples/train/tiled_mlp/train_deepspeed.sh); it names neither optimizer nor
+    schedule. AdamW, with that decay, is torchtitan's default; the cosine to a tenth of the rate is our choice.
     """
     return QwenTrainer.Config(
         metrics=MetricsProcessor.Config(log_freq=1),
-        dataloader=text_loader(),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=10, decay_type="cosine", min_lr_factor=0.1),
+        dataloader=TextDataLoader.Config(),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=WARM_UP_SHARE, decay_type="cosine", min_lr_factor=0.1),
         training=TrainingConfig(local_batch_size=1, seq_len=2048, steps=1000),
         # torchtitan's default backend holds parameters that FSDP2 of torch 2.13 cannot shard on more than one rank
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
@@ -75,4 +76,4 @@ def __getattr__(name: str) -> Callable[[], QwenTrainer.Config]:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_SIZES]
+    return ["pretrain", "sft", "tiny", "tiny_sft", *_SIZES]

@@ -1,4 +1,7 @@
-"""The native recipes with experts by ``qwen3conv::moe_experts``, which has no NKI kernel yet and refuses Neuron."""
+"""The native recipes with experts by ``qwen3conv::moe_experts``: NKI kernels on a Neuron device, PyTorch elsewhere.
+
+The kernels were never compiled for or run on hardware.
+"""
 
 from __future__ import annotations
 
@@ -47,4 +50,4 @@ def __getattr__(name: str) -> Callable[[], QwenTrainer.Config]:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_SIZES]
+    return ["pretrain", "sft", "tiny", "tiny_sft", *_SIZES]

@@ -45,4 +45,4 @@ def __getattr__(name: str) -> Callable[[], TransformersTrainer.Config]:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *_SIZES]
+    return ["pretrain", "sft", "tiny", "tiny_sft", *_SIZES]

@@ -14,12 +14,14 @@ from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEn
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 from torchtitan.components.validate import Validator
-from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.config.override import derive, override
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.experiments import _supported_experiments
 from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+from torchtitan.models import _supported_models
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.attention import ScaledDotProductAttention, VarlenAttention, VarlenMetadata
 from torchtitan.models.common.config_utils import (
@@ -47,6 +49,7 @@ __all__ = [
     "TORCH_DTYPE_MAP",
     "CheckpointManager",
     "ChunkedLossWrapper",
+    "ConfigManager",
     "CosSinRoPE",
     "CrossEntropyLoss",
     "DatasetConfig",
@@ -75,6 +78,8 @@ __all__ = [
     "Validator",
     "VarlenAttention",
     "VarlenMetadata",
+    "_supported_experiments",
+    "_supported_models",
     "default_adamw",
     "derive",
     "make_ffn_config",
