@@ -1,19 +1,14 @@
-"""The README says what is so: its examples are run, its tables compared with the program.
-
-``python -m tests.test_readme`` writes the examples' outputs anew.
-"""
+"""The README says what is so: its examples are run, its tables and those of docs/ compared with the program."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
+import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -24,137 +19,19 @@ from qwen3conv.converters.formats import FORMATS
 from qwen3conv.converters.layouts import TITAN_SCHEMAS
 from qwen3conv.converters.location import locate_checkpoint
 from qwen3conv.tools.cli.main import cli
-from qwen3conv.tools.generate import generate
 from qwen3conv.tools.parity import ParityReport
-from tests.cli.conftest import environment
-from tests.laws.tiny import scratch
+from tests.pages import DOCS, README, ROOT, Page, Ran, Session, mismatch, session_of
 
-ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
-TEXT = README.read_text(encoding="utf-8")
-
-CONSOLE = re.compile(r"^```console\n(.*?)^```", re.DOTALL | re.MULTILINE)
-
-NOISE = ("converting: ", "reading: ", "comparing: ", "Warning: the output takes ")
-"""Lines that come or not as the machine is slow, or short of disk."""
-
-HOLLOW = ("Qwen3-4B-Instruct-2507", "Qwen3-30B-A3B")
-"""Released models of the examples, made with headers alone."""
-
-
-class Example(NamedTuple):
-    """A command line of the README and what is printed under it."""
-
-    command: str
-    output: tuple[str, ...]
-
-    @property
-    def is_slow(self) -> bool:
-        return self.command.startswith("qwen3conv parity ")
-
-
-class Ran(NamedTuple):
-    output: str
-    code: int
-
-
-def examples_of(text: str) -> list[Example]:
-    """Every ``$`` line of the console blocks, in order."""
-    found = []
-    for block in CONSOLE.findall(text):
-        assert block.startswith("$ ")
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, *output = part.splitlines()
-            found.append(Example(command, tuple(output)))
-    return found
-
-
-EXAMPLES = examples_of(TEXT)
-
-
-def make_adapter(base: Path, folder: Path) -> None:
-    """A LoRA adapter for two modules of each layer of ``base``, as PEFT 0.21 saves one."""
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    folder.mkdir()
-    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "o_proj"], "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    tensors = {}
-    weights = load_file(base / "model.safetensors")
-    for name in (name.removesuffix(".weight") for name in weights if name.endswith(("q_proj.weight", "o_proj.weight"))):
-        rows, columns = weights[f"{name}.weight"].shape
-        for half, shape in (("A", (4, columns)), ("B", (rows, 4))):
-            tensors[f"base_model.model.{name}.lora_{half}.weight"] = torch.full(shape, 0.01)
-    save_file(tensors, folder / "adapter_model.safetensors")
-
-
-class Session:
-    """A folder with the examples' models, in which the examples run one after another."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder / "demo"
-        self._folder.mkdir()
-        demo.make_models(self._folder)
-        make_adapter(self._folder / "qwen3", self._folder / "qwen3-adapter")
-        (self._folder / "Qwen").mkdir()
-        for name in HOLLOW:
-            generate(self._folder / "Qwen" / name, name, sparse=True)
-        program = folder / "bin" / "qwen3conv"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m qwen3conv "$@"\n')
-        program.chmod(0o755)
-        self._environment = environment(COLUMNS="100", PATH=f"{program.parent}{os.pathsep}{os.environ['PATH']}")
-        self._code = 0
-        self._ran: dict[int, Ran] = {}
-
-    def result(self, index: int) -> Ran:
-        """What example ``index`` does, after all those before it, slow ones excepted."""
-        for before in range(index):
-            if before not in self._ran and not EXAMPLES[before].is_slow:
-                self._run(before)
-        if index not in self._ran:
-            self._run(index)
-        return self._ran[index]
-
-    def call(self, command: str) -> Ran:
-        """Run any command line there. Its two streams come as one."""
-        ran = subprocess.run(
-            ["bash", "-c", command.replace("$?", str(self._code))],
-            cwd=self._folder,
-            env=self._environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
-        return Ran(ran.stdout, ran.returncode)
-
-    def _run(self, index: int) -> None:
-        self._ran[index] = self.call(EXAMPLES[index].command)
-        self._code = self._ran[index].code
+PAGE = Page(README)
+EXAMPLES = PAGE.examples
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in (README, *DOCS))
+"""What is said anywhere: tables may lie in either."""
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
-    with scratch() as folder:
-        yield Session(folder)
-
-
-def normalised(output: str, command: str) -> list[str]:
-    """Lines without what differs from run to run and from machine to machine."""
-    lines = []
-    for line in output.splitlines():
-        if line.startswith(NOISE):
-            continue
-        line = re.sub(r"\b[0-9a-f]{32}\b", "DIGEST", line)
-        line = re.sub(r" in [\d.]+ s \([\d.]+ \w+/s\)", " in TIME (RATE)", line)
-        line = re.sub(r"[\d.]+ \w+ free", "SIZE free", line)
-        line = re.sub(r"[\d.]+ MB at the peak, with \d workers?", "SIZE at the peak", line)
-        if command.startswith(("qwen3conv parity", "qwen3conv diff")):
-            line = re.sub(r"\d+(\.\d+)?e-\d+|\d+\.\d+", "X", line)
-        lines.append(" ".join(line.split()))
-    return lines
+    with session_of(PAGE) as running:
+        yield running
 
 
 # -- examples ----------------------------------------------------------------------------------------------------------
@@ -168,13 +45,9 @@ def normalised(output: str, command: str) -> list[str]:
     ],
 )
 def test_an_example_prints_what_the_readme_shows(index: int, session: Session) -> None:
-    example, ran = EXAMPLES[index], session.result(index)
-    shown = normalised("\n".join(example.output), example.command)
-    assert normalised(ran.output, example.command) == shown, (
-        "README.md shows something else; if the new output is right: python -m tests.test_readme"
-    )
     follows = EXAMPLES[index + 1].command if index + 1 < len(EXAMPLES) else ""
-    assert ran.code == 0 or follows == "echo $?", f"exit code {ran.code}, which the README should show"
+    differing = mismatch(EXAMPLES[index], session.result(index), follows)
+    assert differing is None, f"{differing}\nif the new output is right: python -m tests.pages README.md"
 
 
 def test_the_recipe_for_a_fingerprint_gives_the_fingerprint(session: Session) -> None:
@@ -207,18 +80,18 @@ def test_torchtitan_takes_the_options_of_its_command_line() -> None:
     assert not config.checkpoint.initial_load_in_hf
 
 
-def test_commands_in_shell_blocks_are_good_usage(session: Session) -> None:
+def test_commands_in_shell_blocks_are_good_usage() -> None:
     """Those that need the hub or a training run are parsed, not run."""
-    lines = [line.partition(" #")[0].split() for block in blocks("sh") for line in block.splitlines()]
+    texts = [block.replace("\\\n", " ") for block in blocks("sh")]
+    lines = [shlex.split(line, comments=True) for text in texts for line in text.splitlines()]
     commands = [line[1:] for line in lines if line and line[0] == "qwen3conv"]
-    named = {"hf-to-dcp", "dcp-to-hf", "inspect", "pull", "push", "train", "ladder", "doctor"}
-    assert {words[0] for words in commands} == named
+    assert {words[0] for words in commands} >= {"hf-to-dcp", "dcp-to-hf", "pull", "push", "train", "ladder", "doctor"}
     for name, *rest in commands:
         cli.commands[name].make_context(name, rest)
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
+    return [block for page in (README, *DOCS) for block in Page(page).blocks(language)]
 
 
 # -- tables ------------------------------------------------------------------------------------------------------------
@@ -340,30 +213,3 @@ def test_every_target_of_make_that_is_named_exists() -> None:
     named = {target for block in blocks("sh") for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE)}
     assert {"demo", "test", "bench"} <= named
     assert [target for target in named if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
-
-
-# -- new outputs -------------------------------------------------------------------------------------------------------
-
-
-def rewrite() -> None:
-    """Run every example and write what it prints into the README. What is only noise stays as it was."""
-    with scratch() as folder:
-        running = Session(folder)
-        indices = iter(range(len(EXAMPLES)))
-
-        def rewritten(block: re.Match[str]) -> str:
-            lines = []
-            for index in (next(indices) for _ in examples_of(block[0])):
-                command, shown = EXAMPLES[index]
-                new = running.result(index).output
-                if normalised(new, command) != normalised("\n".join(shown), command):
-                    shown = tuple(line for line in new.splitlines() if not line.startswith(NOISE))
-                lines += [f"$ {command}", *shown]
-            return "\n".join(["```console", *lines, "```"])
-
-        text = CONSOLE.sub(rewritten, TEXT)
-    README.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    rewrite()

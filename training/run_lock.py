@@ -125,7 +125,7 @@ def _in_use(path: Path) -> str:
     except OSError:
         lines = []
     holders = "; ".join(filter(_may_live, lines)) or "by another process"
-    return f"{path.parent} is in use: {holders}. Wait for its end, stop it, or name another --output"
+    return f"{path.parent} is in use: {holders}. Wait for its end, stop it, or name another folder"
 
 
 def _may_live(line: str) -> bool:

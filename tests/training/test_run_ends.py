@@ -72,7 +72,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_run_has_one_writer_and_the_message_names_it(holder: subprocess.Popen[str], tmp_path: Path) -> None:
-    with pytest.raises(DestinationError, match=rf"is in use: rank 0, process {holder.pid} on \S+, since .*another --o"):
+    with pytest.raises(DestinationError, match=rf"in use: rank 0, process {holder.pid} on \S+, since .*another folder"):
         lock_run(tmp_path, "qwen3conv train")
     with pytest.raises(DestinationError, match="is in use"):
         lock_run(tmp_path, "rank 0", joins=True)  # the holder shares with nobody
