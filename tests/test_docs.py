@@ -16,9 +16,7 @@ RUN = [page for page in PAGES if page.examples]
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page, id=page.path.name, marks=pytest.mark.slow if any(e.is_slow for e in page.examples) else ()
-        )
+        pytest.param(page, id=page.path.name, marks=pytest.mark.slow if any(e.is_slow for e in page.examples) else ())
         for page in RUN
     ],
 )

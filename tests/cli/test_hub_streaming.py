@@ -163,7 +163,7 @@ from qwen3conv.tools.training_run import look, make_source
 from qwen3conv.training.launch import Run
 run = Run(Path("run"), "rows.jsonl")
 said = lambda text: print(text, file=sys.stderr)
-found, config = look(sys.argv[1], said)
+found, config = look(sys.argv[1], announce=said)
 make_source(run, found, sys.argv[1], announce=said)
 """
 
