@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Container, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,13 +104,15 @@ def run(
         count = max(1, min(workers, len(units)))
         with ThreadPoolExecutor(count, thread_name_prefix="qwen3conv") as pool:
             futures = [pool.submit(work) for _ in range(count)]
+            first: set[Future[None]] = set()
             try:
-                wait(futures, return_when=FIRST_EXCEPTION)
+                first = wait(futures, return_when=FIRST_EXCEPTION).done
             finally:
                 stop.set()  # also on Ctrl-C: the workers leave at their next block
                 if any(not future.done() for future in futures):
                     reads.give_up()
-        errors = [error for future in futures if (error := future.exception()) is not None]
+        in_order = sorted(futures, key=lambda future: future not in first)  # what stopped the others, before these
+        errors = [error for future in in_order if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda e: isinstance(e, Stopped)):
             raise error
     return found

@@ -17,7 +17,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import NamedTuple
 
 from .boxes import Box, Shape
@@ -26,7 +26,7 @@ from .geometry import Geometry
 from .layouts import Binding, Layout, bind
 from .layouts.vllm import VOCAB_PADDING
 from .ops import Piece
-from .parameters import BY_NAME, EMBEDDING
+from .parameters import BY_NAME, EMBEDDING, HEAD
 
 
 class Boxes(dict[Box, Box]):
@@ -172,22 +172,32 @@ def bindings_by_rank(layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bo
 def elements_by_rank(
     layout: Layout, geometry: Geometry, mesh: Mesh, *, tied: bool, ranks: Sequence[int] | None = None
 ) -> dict[int, int]:
-    """How many elements of the layout's tensors each of ``ranks`` (default: all) holds; buffers are left out."""
+    """How many elements of the layout's tensors each of ``ranks`` (default: all) holds; buffers are left out.
+
+    A tied head is the embeddings, unless pipeline stages part them.
+    """
     found = dict.fromkeys(range(mesh.ranks) if ranks is None else ranks, 0)
     groups: dict[tuple[int, int, int], list[tuple[int, Place]]] = {}
     for rank in found:
         place = mesh.place(rank)
         groups.setdefault((place.pp, place.tp, place.ep), []).append((rank, place))
     for members in groups.values():
+        steps = {False: [0] * (mesh.fsdp + 1), True: [0] * (mesh.efsdp + 1)}  # where a count of the next index differs
         for binding in _parallel_bindings(layout, geometry, mesh, members[0][1], tied=tied):
-            if binding.rule.optional:
+            if binding.rule.optional or (tied and mesh.pp == 1 and binding.rule.parts == (HEAD,)):
                 continue
             dim, count, is_sparse = _fsdp_axis(binding, geometry, mesh)
             size = binding.shape[dim]
             each, rest = -(-size // count), math.prod(binding.shape) // size
-            for rank, place in members:
-                start = each * (place.efsdp if is_sparse else place.fsdp)
-                found[rank] += max(0, min(size, start + each) - start) * rest
+            whole, left = divmod(size, each)
+            step = steps[is_sparse]
+            step[0] += each * rest
+            step[whole] -= (each - left) * rest
+            if left:
+                step[whole + 1] -= left * rest
+        dense, sparse = (list(accumulate(steps[kind])) for kind in (False, True))
+        for rank, place in members:
+            found[rank] = dense[place.fsdp] + sparse[place.efsdp]
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from .names import natural_key, unwrapped
 from .parameters import EMBEDDING, HEAD
 from .planning import Entry, Move, Table, plan_reads
 from .policies import DEFAULTS, Choices, Settled, output_dtype
+from .remote import remote_of
 from .training_state import digest_values, read_training_state
 
 if TYPE_CHECKING:
@@ -208,7 +210,11 @@ def diff(a: Settled, b: Settled, *, advance: Advance = lambda count: None) -> Co
         left, right = _with_head(left), _with_head(right)
     differences = []
     with Files(a.checkpoint.path, os.O_RDONLY) as files_a, Files(b.checkpoint.path, os.O_RDONLY) as files_b:
-        for name in sorted({*left, *right}, key=_model_order):
+        names = sorted({*left, *right}, key=_model_order)
+        elsewhere = next((t for side, t in ((a, left), (b, right)) if remote_of(side.checkpoint.path) is not None), {})
+        names.sort(key=lambda name: natural_key(elsewhere[name].copies[0][0].file) if name in elsewhere else ())
+        uses = _Uses(left, names, files_a), _Uses(right, names, files_b)
+        for name in names:
             mine, theirs = left.get(name), right.get(name)
             if mine is None or theirs is None:
                 one = mine or theirs
@@ -225,7 +231,29 @@ def diff(a: Settled, b: Settled, *, advance: Advance = lambda count: None) -> Co
                 found = _compare(_Side(mine, files_a), _Side(theirs, files_b), advance)
                 if found is not None:
                     differences.append(found)
+            for side in uses:
+                side.done(name)
+    differences.sort(key=lambda difference: _model_order(difference.name))
     return Comparison(len({*left} & {*right}), tuple(differences))
+
+
+class _Uses:
+    """Files of one checkpoint, which can go when the last parameter in them was compared."""
+
+    def __init__(self, table: Mapping[str, Entry], names: Iterable[str], files: Files) -> None:
+        self._files, self._of = files, {name: _files_of(table[name]) for name in names if name in table}
+        self._left = Counter(file for found in self._of.values() for file in found)
+
+    def done(self, name: str) -> None:
+        for file in self._of.get(name, ()):
+            self._left[file] -= 1
+            if not self._left[file]:
+                self._files.finished(file)
+
+
+def _files_of(entry: Entry) -> set[str]:
+    found = {extent.file for extent in entry.copies[0]}
+    return found if entry.scale is None else found | {entry.scale.file}
 
 
 class _Side:

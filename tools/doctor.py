@@ -9,14 +9,17 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from qwen3conv.converters.placement import Mesh
 from qwen3conv.training.neuron_probe import ADVICE
@@ -26,10 +29,28 @@ from .simulate import Job, held_by_rank
 
 Status = Literal["ok", "warning", "failed"]
 
-TESTED = {"torch": "2.13", "torchtitan": "0.3", "transformers": "5."}
-"""Releases that the tests run with; what begins otherwise is warned of."""
 
-NEEDED = ("torch", "torchtitan")
+class Support(NamedTuple):
+    """Releases of a package: from ``lowest`` to below ``end`` should work, what begins with ``tested`` was tested."""
+
+    lowest: tuple[int, int]
+    end: tuple[int, int]
+    tested: str
+    is_needed: bool = True
+    """Whether nothing trains without it; transformers is for its own backend, ``parity`` and tokenizers."""
+
+    def wanted(self, name: str) -> str:
+        """As pip takes it."""
+        low, end = (".".join(map(str, one)) for one in (self.lowest, self.end))
+        return f"'{name}>={low},<{end.removesuffix('.0')}'"
+
+
+SUPPORT = {
+    "torch": Support((2, 13), (3, 0), "2.13."),
+    "torchtitan": Support((0, 3), (0, 4), "0.3."),
+    "transformers": Support((5, 20), (6, 0), "5.24.", is_needed=False),
+}
+"""The support matrix: the ranges of ``[train]`` in pyproject.toml, and what constraints.txt has."""
 
 _SECONDS = 180
 """After which a process counts as hung. On Neuron the first step compiles, so it may want more: ``--timeout``."""
@@ -53,7 +74,8 @@ def examine(device: str | None, model: str | None, folder: Path, timeout: float 
     if check.status == "failed" or _missing("torchtitan"):
         return
     chosen = str(found["device"])
-    yield _run("collective", ["collective", chosen], timeout, "two processes cannot talk: see the last line of it")
+    whole = f"python -m qwen3conv.tools.doctor_probes collective {chosen} NEW_FOLDER shows the whole error"
+    yield _run("collective", ["collective", chosen], timeout, f"two processes cannot talk; {whole}")
     yield from _run_step(chosen, timeout)
     yield from _resources(model, folder)
 
@@ -78,31 +100,49 @@ def _device(wanted: str | None, timeout: float) -> tuple[Check, dict[str, object
 
 
 def _packages(device: str | None, loaded: dict[str, object]) -> Iterator[Check]:
-    version = platform.python_version()
-    fine = sys.version_info >= (3, 12) or device != "neuron"
-    yield Check(
-        "python", "ok" if fine else "warning", version, "" if fine else "TorchNeuron needs Python 3.12 or newer"
-    )
-    for name, tested in TESTED.items():
-        if _missing(name):
-            status: Status = "failed" if name in NEEDED else "warning"
-            yield Check(name, status, "not installed", "pip install 'qwen3conv[train]'")
-            continue
-        found = importlib.metadata.version(name)
-        is_tested = found.startswith(tested)
-        advice = "" if is_tested else f"the tests run with {tested.rstrip('.')}.x; others may work"
-        if name == "torchtitan" and not is_tested:
-            yield Check(name, "failed", found, "torchtitan 0.3.x is needed: pip install 'torchtitan>=0.3,<0.4'")
-        else:
-            yield Check(name, "ok" if is_tested else "warning", found, advice)
+    yield _python(device)
+    for name, support in SUPPORT.items():
+        yield _package(name, support)
+    is_neuron = device == "neuron"
     kind = str(loaded.get("torch_neuronx", "not looked at"))
-    wanted = device == "neuron"
-    bad: Status = "failed" if wanted else "warning"
-    status = "ok" if kind == "native" or (kind in ("absent", "not looked at") and not wanted) else bad
-    yield Check("torch-neuronx", status, kind, "" if status == "ok" else ADVICE.get(kind, ""))
+    bad: Status = "failed" if is_neuron else "warning"
+    status = "ok" if kind == "native" or (kind in ("absent", "not looked at") and not is_neuron) else bad
+    yield Check("torch-neuronx", status, kind, "" if status == "ok" else ADVICE.get(kind, ADVICE["absent"]))
     package = str(loaded.get("nki", "not looked at"))
-    advice = "nki comes from AWS's index; the public index has a placeholder" if package == "placeholder" else ""
-    yield Check("nki", "ok" if package != "placeholder" else "warning", package, advice)
+    advice = {
+        "placeholder": "this nki is the public index's placeholder; install it from AWS's index",
+        "absent": "native torch-neuronx and the NKI operator need nki, from AWS's index" if is_neuron else "",
+    }.get(package, "")
+    yield Check("nki", "warning" if advice else "ok", package, advice)
+
+
+def _python(device: str | None) -> Check:
+    version = platform.python_version()
+    if sys.version_info < (3, 12) and device == "neuron":
+        return Check("python", "warning", version, "TorchNeuron needs Python 3.12 or newer: make an environment of it")
+    if sys.version_info >= (3, 14):
+        return Check(
+            "python", "warning", version, "the tests run with 3.11 to 3.13; if something fails, use one of them"
+        )
+    return Check("python", "ok", version)
+
+
+def _package(name: str, support: Support) -> Check:
+    bad: Status = "failed" if support.is_needed else "warning"
+    if _missing(name):
+        return Check(name, bad, "not installed", "pip install 'qwen3conv[train]'")
+    found = importlib.metadata.version(name)
+    numbers = re.match(r"([0-9]+)\.([0-9]+)", found)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not support.lowest <= release < support.end:
+        age = "older" if release < support.lowest else "newer"
+        return Check(name, bad, found, f"{age} than what works here: pip install {support.wanted(name)}")
+    if not found.startswith(support.tested):
+        tested = support.tested.rstrip(".")
+        return Check(
+            name, "warning", found, f"the tests run with {tested}; if something fails: pip install {name}~={tested}.0"
+        )
+    return Check(name, "ok", found)
 
 
 def _run(name: str, arguments: list[str], timeout: float, advice: str) -> Check:
@@ -113,7 +153,8 @@ def _run(name: str, arguments: list[str], timeout: float, advice: str) -> Check:
 def _run_step(device: str, timeout: float) -> Iterator[Check]:
     found, problem = _probe(["step", device], timeout)
     if found is None:
-        yield Check("step", "failed", problem, "run again with --debug, or train a tiny model to see the whole error")
+        whole = f"python -m qwen3conv.tools.doctor_probes step {device} NEW_FOLDER"
+        yield Check("step", "failed", problem, f"{whole} shows the whole error")
         return
     for name in ("step", "checkpoint"):
         text = str(found[name])
@@ -127,16 +168,26 @@ def _probe(arguments: list[str], timeout: float) -> tuple[dict[str, object] | No
     """What a probe prints, or the last line of what it said instead."""
     with tempfile.TemporaryDirectory(prefix="qwen3conv-") as room:
         command = [sys.executable, "-m", "qwen3conv.tools.doctor_probes", *arguments, room]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
         try:
-            ran = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+            out, err = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             return None, f"no answer in {timeout:g} s"
-    lines = ran.stdout.strip().splitlines()
-    if ran.returncode == 0 and lines:
+        finally:
+            with suppress(ProcessLookupError):  # its session: what it started, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+    lines = out.strip().splitlines()
+    if process.returncode == 0 and lines:
         content: dict[str, object] = json.loads(lines[-1])
         return content, ""
-    said = [line for line in ran.stderr.strip().splitlines() if line.strip()]
-    return None, said[-1] if said else f"ended with code {ran.returncode}"
+    said = [line for line in err.strip().splitlines() if line.strip()]
+    return None, said[-1] if said else f"ended with code {process.returncode}"
 
 
 def _resources(model: str | None, folder: Path) -> Iterator[Check]:

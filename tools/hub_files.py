@@ -83,7 +83,7 @@ class HubFiles:
 
     def read(self, name: str, offset: int, count: int) -> bytes:
         """Few bytes of a file that is not fetched."""
-        if name in self._cached:
+        if name in self._cached or name in self._here:
             with open(self._folder / name, "rb") as file:
                 file.seek(offset)
                 return file.read(count)

@@ -40,22 +40,25 @@ def read_range(asked: HubId, commit: str, name: str, offset: int, count: int) ->
     headers |= {"Range": f"bytes={offset}-{offset + count - 1}", "Accept-Encoding": "identity"}
     with explained(asked, str(asked)):
         for left in reversed(range(_TRIES)):
-            try:
-                with http_stream_backoff("GET", url, headers=headers, max_retries=3, follow_redirects=True) as answer:
-                    if answer.status_code == 416:
-                        return b""
-                    hf_raise_for_status(answer)
-                    if answer.status_code != 206 and offset:
-                        raise TransferError(f"{asked}: the hub does not serve parts of {name}; pull it whole instead")
-                    data = bytearray()
+            broken: Exception | None = None
+            with http_stream_backoff("GET", url, headers=headers, max_retries=3, follow_redirects=True) as answer:
+                if answer.status_code == 416:
+                    return b""
+                hf_raise_for_status(answer)
+                if answer.status_code != 206 and offset:
+                    raise TransferError(f"{asked}: the hub does not serve parts of {name}; pull it whole instead")
+                data = bytearray()
+                try:
                     for block in answer.iter_bytes():
                         data += block
                         if len(data) >= count:  # a server that knows no ranges would send all of it
                             break
-                    return bytes(data[:count])
-            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.TimeoutException):
-                if not left:
-                    raise
+                except (httpx.RemoteProtocolError, httpx.ReadError, httpx.TimeoutException) as error:
+                    broken = error  # not through the block, which would itself ask again, and cannot
+            if broken is None:
+                return bytes(data[:count])
+            if not left:
+                raise broken
     raise AssertionError
 
 

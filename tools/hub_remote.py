@@ -7,6 +7,7 @@ the hub stops answering or the process is killed, for ``--resume``.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -47,6 +48,9 @@ from .hub_id import HubId, parse_hub_id
 
 MARK = "qwen3conv.download"
 """File in a folder of downloads that says whose it is."""
+
+_ROOM = "qwen3conv-"
+"""How folders in ``HF_HOME`` begin that hold files for the time of a command."""
 
 
 @contextmanager
@@ -97,6 +101,49 @@ def streamed(
         shutil.rmtree(room, ignore_errors=True)
         raise
     shutil.rmtree(room, ignore_errors=True)
+
+
+@contextmanager
+def read_once(text: str, *, keeps: bool = False, announce: Announce = lambda message: None) -> Iterator[Source]:
+    """The same for what reads every byte once and writes nothing: files come to a folder in ``HF_HOME``, and go.
+
+    What an earlier process of these, which was killed, left there is removed.
+    """
+    from huggingface_hub import constants
+
+    asked, listing, sidecars = _ask(text, announce)
+    if listing is None:
+        yield sidecars
+        return
+    quiet_off_terminals()
+    home = Path(constants.HF_HOME)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        _remove_left(home)
+        room = Path(tempfile.mkdtemp(prefix=_ROOM, dir=home))
+        mark = open(room / MARK, "w")  # noqa: SIM115  # its lock says that somebody is at work
+        fcntl.flock(mark, fcntl.LOCK_EX)
+    except OSError as error:
+        raise DestinationError(f"{error.filename or home} cannot be written: {error.strerror}") from error
+    try:
+        folder = room / asked.repository.replace("/", "--")
+        fetched = None if keeps else room / "fetched"
+        remote = _fill(folder, asked, listing, sidecars.path, announce, fetched=fetched, keeps=keeps)
+        with mounted(folder, remote):
+            yield Source(folder, origin_of(asked, listing.commit))
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+        mark.close()
+
+
+def _remove_left(home: Path) -> None:
+    for room in home.glob(f"{_ROOM}*"):
+        try:
+            with open(room / MARK, "r+") as mark:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(room, ignore_errors=True)
+        except OSError:  # another is at work there, or has just begun
+            continue
 
 
 def download_path(destination: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 from qwen3conv.converters.config import Qwen3Config
+from qwen3conv.converters.config_json import read_json_object
 from qwen3conv.converters.conversion import carry_out, prepare
-from qwen3conv.converters.errors import ConversionError, PolicyError
+from qwen3conv.converters.errors import ConversionError, PolicyError, enumerate_problems
 from qwen3conv.converters.placement import ONE_RANK, Mesh
 from qwen3conv.training.launch import Run, read_record
 from qwen3conv.training.run_checks import check_run
 from qwen3conv.training.run_lock import lock_run
 
 from .torchrun import launch
+
+LADDER = "ladder.json"
+_RUNG = "rung.json"
 
 COMPILING_STEPS = 2
 """First steps of a process, which compile and fill caches: they count for no step time."""
@@ -99,6 +104,58 @@ def parse_rung(text: str) -> Rung:
     return Rung(name, rest or "one process, eager", mesh, backend, compiler)
 
 
+def read_rungs(texts: Sequence[str]) -> list[Rung]:
+    """Rungs of one's own; ``@FILE`` stands for those of a recipe, a file with one on each line (and ``#`` comments).
+
+    Raises:
+        PolicyError: one is not written so, or has the name of another.
+    """
+    found: list[Rung] = []
+    for text in texts:
+        if not text.startswith("@"):
+            found.append(parse_rung(text))
+            continue
+        try:
+            lines = Path(text[1:]).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise PolicyError(f"--rung {text}: the file cannot be read ({error})") from None
+        found += [parse_rung(line.strip()) for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    return found
+
+
+def check_names(rungs: Sequence[Rung]) -> None:
+    """Refuse two rungs of one name, which would share a folder, and names that are no folder's.
+
+    Raises:
+        PolicyError: with the name.
+    """
+    names = [rung.name for rung in rungs]
+    for name in names:
+        if names.count(name) > 1:
+            raise PolicyError(f"two rungs are called {name}; each has a folder of its name: choose another")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise PolicyError(f"a rung called {name!r} would have no folder; use letters, digits, dots and dashes")
+
+
+def check_resumed(folder: Path, settings: Mapping[str, Any], rungs: Sequence[Rung]) -> None:
+    """Refuse to go on in the folder of another ladder: rungs of two are not compared.
+
+    Raises:
+        PolicyError: with what differs.
+    """
+    problems = []
+    before = read_json_object(folder / LADDER)[0] if (folder / LADDER).is_file() else {}
+    for key, value in settings.items():
+        if key != "tolerance" and key in before and before[key] != value:
+            problems.append(f"{key} was {before[key]}, and is {value}")
+    for rung in rungs:
+        place = folder / "rungs" / rung.name / _RUNG
+        if place.is_file() and read_json_object(place)[0] != asdict(rung):
+            problems.append(f"rung {rung.name} was another one")
+    if problems:
+        raise PolicyError(enumerate_problems(f"{folder} is another ladder; name another --output:", problems))
+
+
 def run_of(base: Run, rung: Rung, folder: Path) -> Run:
     """``base`` on a rung, in a folder of its own. Tokens per step stay: ranks share the batch."""
     assert base.batch_size is not None
@@ -145,6 +202,8 @@ def climb(
             continue
         announce(rung)
         folder = base.folder / "rungs" / rung.name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _RUNG).write_text(json.dumps(asdict(rung)) + "\n", encoding="utf-8")
         try:
             steps = _steps_of(run_of(base, rung, folder), base.source)
         except ConversionError as error:

@@ -7,14 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from qwen3conv.converters.errors import ConversionError
-from qwen3conv.converters.placement import Mesh
 
 from .simulate import Held
 
 _RANKS_SHOWN = 256
 
 
-def draw_mesh(held: Sequence[Held], mesh: Mesh, memory: int, path: Path) -> None:
+def draw_mesh(held: Sequence[Held], mesh: str, memory: int, path: Path) -> None:
     """Write a PNG. Of more than 256 ranks the first are drawn.
 
     Raises:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +15,20 @@ from qwen3conv.converters.checkpoint import find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
-from qwen3conv.converters.errors import ConversionError, DestinationError, PolicyError, SourceError
+from qwen3conv.converters.errors import ConversionError, DestinationError, PolicyError, SourceError, TransferError
 from qwen3conv.converters.manifest import ASSETS, read_manifest
 from qwen3conv.converters.policies import DEFAULTS
+from qwen3conv.converters.stores.staging import partial_path
 from qwen3conv.training.data.rows import digest_rows
 from qwen3conv.training.launch import Run, has_chat_template, read_record, typed
 from qwen3conv.training.run_lock import LOCK, RunLock
 from qwen3conv.training.run_record import add_to_record
 
-from .hub import Source, resolve_source
+from .hub import Source
+from .hub_remote import download_path, headers_of, streamed
 from .run_exports import Announce, Exports, export_adapter_of, export_on_the_way, export_step, last_step
-from .simulate import CORE_BYTES, Job, held_by_rank, suggest
+from .simulate import CORE_BYTES, Job, held_by_rank
+from .simulate_suggestions import suggest
 from .torchrun import launch
 
 
@@ -33,20 +37,22 @@ def look(
 ) -> tuple[Source, Qwen3Config]:
     """The checkpoint's place and its config, or that in ``like``, without which nothing can be trained.
 
+    Of a hub id no weights are fetched.
+
     Raises:
         SourceError: it has none, or is no checkpoint.
         PolicyError: it has one, and ``like`` another.
     """
-    found = resolve_source(source, announce=announce)
-    checkpoint = open_checkpoint(found.path, like=like)
-    if like is not None and (own := find_config(checkpoint.path)) is not None:
-        raise PolicyError(f"{source} has a config.json of its own, {own}: leave --like out")
-    if checkpoint.config is None:
-        raise SourceError(
-            f"{source} has no config.json, without which it is not known what to compute: give --like, the model's "
-            "folder or hub id"
-        )
-    return replace(found, path=checkpoint.path), checkpoint.config
+    with headers_of(source, announce=announce) as found:
+        checkpoint = open_checkpoint(found.path, like=like)
+        if like is not None and (own := find_config(checkpoint.path)) is not None:
+            raise PolicyError(f"{source} has a config.json of its own, {own}: leave --like out")
+        if checkpoint.config is None:
+            raise SourceError(
+                f"{source} has no config.json, without which it is not known what to compute: give --like, the model's "
+                "folder or hub id"
+            )
+        return replace(found, path=checkpoint.path), checkpoint.config
 
 
 def resume_from_hub(text: str, folder: Path, announce: Announce = lambda message: None) -> Qwen3Config:
@@ -78,19 +84,29 @@ def require_training() -> None:
         raise ConversionError(f"training needs {' and '.join(absent)}: pip install 'qwen3conv[train]'")
 
 
-def make_source(run: Run, found: Source, source: str, like: Path | None = None, *, needs_template: bool = True) -> None:
+def make_source(
+    run: Run,
+    found: Source,
+    source: str,
+    like: Path | None = None,
+    *,
+    needs_template: bool = True,
+    keeps: bool = False,
+    announce: Announce = lambda message: None,
+) -> None:
     """Make ``RUN/source`` of the checkpoint in ``found``, unless an earlier try of the same run did.
 
-    ``like`` has config and tokenizer of a checkpoint that has none.
+    ``like`` has config and tokenizer of a checkpoint that has none. Of a hub id files come one by one, and go;
+    ``keeps`` leaves them in the hub's cache.
 
     Raises:
         DestinationError: the folder is in use for something else.
         SourceError: the checkpoint lacks what training needs.
     """
-    place = found.path
+    trains = _identity(found)
     if run.source.is_dir():
         manifest = read_manifest(run.source)
-        if manifest is None or manifest.source.get("trains") != str(place.resolve()):
+        if manifest is None or trains not in (manifest.source.get("trains"), _named(manifest.source)):
             raise DestinationError(f"{run.folder} is a run of another checkpoint than {source}; name another --output")
         if manifest.format != run.source_format or not run.has_the_same_adapters():
             raise DestinationError(
@@ -98,19 +114,42 @@ def make_source(run: Run, found: Source, source: str, like: Path | None = None, 
                 "another --output"
             )
         return
-    if run.folder.exists() and any(path.name != LOCK for path in run.folder.iterdir()):
+    left = {download_path(run.source), partial_path(run.source)}  # of an earlier try
+    if run.folder.exists() and set(run.folder.iterdir()) - left - {run.folder / LOCK}:
         raise DestinationError(f"{run.folder} exists and is no run; name another --output")
     run.folder.mkdir(parents=True, exist_ok=True)
-    origin = {**found.origin, "path": source, "trains": str(place.resolve())}
+    resumes = any(place.is_dir() for place in left)
     try:
-        carry_out(prepare(place, run.source, run.source_format, replace(DEFAULTS, like=like), origin=origin))
+        with streamed(source, run.source, resume=resumes, keeps=keeps, announce=announce) as place:
+            if "hub" in place.origin and _identity(place) != trains:
+                raise SourceError(f"{source} has changed since it was looked at; try again")
+            origin = {**place.origin, "path": source, "trains": trains}
+            has_begun = partial_path(run.source).is_dir()
+            choices = replace(DEFAULTS, like=like)
+            conversion = prepare(place.path, run.source, run.source_format, choices, origin=origin)
+            carry_out(conversion, resume=has_begun)
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and needs_template and not has_chat_template(run.assets):
             raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(run.source, ignore_errors=True)
+        if not isinstance(error, TransferError | KeyboardInterrupt):
+            shutil.rmtree(partial_path(run.source), ignore_errors=True)
         raise
+
+
+def _identity(found: Source) -> str:
+    """What a source is called to tell it from others: its folder, or repository and commit."""
+    return _named(found.origin) or str(found.path.resolve())
+
+
+def _named(origin: Mapping[str, object]) -> str | None:
+    """Repository and commit of what came from the hub."""
+    if "hub" not in origin or "commit" not in origin:
+        return None
+    inside = f":{origin['subfolder']}" if "subfolder" in origin else ""
+    return f"{origin['hub']}@{origin['commit']}{inside}"
 
 
 def check_step(run: Run, found: Source) -> None:
@@ -168,7 +207,15 @@ def check_memory(run: Run, config: Qwen3Config, device: str) -> None:
     memory = _memory_of_rank(device, run.mesh.ranks)
     if needed <= memory:
         return
-    fits = next((one.mesh for ranks in (8, 16, 32, 64) for one in suggest(job, ranks, memory) if one.fits), None)
+    fits = next(
+        (
+            one.mesh
+            for ranks in (8, 16, 32, 64)
+            for one in suggest(job, ranks, memory)
+            if one.fits and one.mesh.pp == one.cp == 1
+        ),
+        None,
+    )
     where = f"; {fits}, {fits.ranks} devices, would do" if fits is not None and device != "cpu" else ""
     what = "parameters" if run.lora is not None else "parameters, gradients and optimizer state"
     raise PolicyError(

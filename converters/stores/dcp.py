@@ -13,8 +13,10 @@ import os
 import re
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,9 @@ from .dcp_metadata import BytesStorageMetadata, Metadata, StorageInfo, TensorSto
 
 METADATA_FILE = ".metadata"
 _BIAS = "expert_bias"
+
+_REQUESTS, _STRETCH = 8, 32
+"""Of files elsewhere: so many requests at a time, each for so many archives one after another."""
 
 
 class _Part(NamedTuple):
@@ -52,7 +57,7 @@ def read_dcp(folder: Path, locate: bool = True) -> Contents:
     wanted = parts if locate else []
     if has_headers_only(folder):  # a request each: only what is looked at before anything moves
         wanted = [part for part in wanted if _BIAS in part.spec.name]
-    offsets = _locate(folder, wanted)
+    offsets = _locate_elsewhere(folder, wanted) if remote_of(folder) is not None else _locate(folder, wanted)
     chunks: dict[str, list[Chunk]] = {name: [] for name in specs}
     for part in parts:
         if part.box.volume or 0 in part.spec.shape:
@@ -207,7 +212,7 @@ def _locate(folder: Path, parts: Sequence[_Part]) -> dict[StorageInfo, int]:
     while at < len(parts):
         path = parts[at].info.relative_path
         try:
-            with _reader(folder, path) as read:
+            with reader(folder, path) as read:
                 while at < len(parts) and parts[at].info.relative_path == path:
                     part = parts[at]
                     at += 1
@@ -222,15 +227,24 @@ def _locate(folder: Path, parts: Sequence[_Part]) -> dict[StorageInfo, int]:
     return offsets
 
 
+def _locate_elsewhere(folder: Path, parts: Sequence[_Part]) -> dict[StorageInfo, int]:
+    """The same where each look is a request: many at a time, each for a stretch of one file."""
+    stretches = [list(group) for _, group in groupby(parts, key=lambda part: part.info.relative_path)]
+    pieces = [stretch[at : at + _STRETCH] for stretch in stretches for at in range(0, len(stretch), _STRETCH)]
+    offsets: dict[StorageInfo, int] = {}
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        for found in pool.map(lambda piece: _locate(folder, piece), pieces):
+            offsets |= found
+    return offsets
+
+
 @contextmanager
-def _reader(folder: Path, path: str) -> Iterator[Callable[[int, int], bytes]]:
-    """What reads ``count`` bytes at an offset of a data file, be it here or elsewhere."""
+def reader(folder: Path, path: str) -> Iterator[Callable[[int, int], bytes]]:
+    """What reads few bytes at an offset of a data file, be it here or elsewhere, without fetching it whole."""
     remote = remote_of(folder)
     if remote is not None and path in remote.files:
-        if not remote.fetches:
-            yield partial(remote.read, path)
-            return
-        remote.fetch(path)
+        yield partial(remote.read, path)
+        return
     descriptor = os.open(folder / path, os.O_RDONLY)
     try:
         yield lambda at, size: os.pread(descriptor, size, at)

@@ -15,7 +15,7 @@ from ..dtypes import itemsize
 from ..errors import SourceError
 from . import torch_zip
 from .contents import Blob
-from .dcp import measured, metadata_path, misplaced
+from .dcp import measured, metadata_path, misplaced, reader
 from .dcp_metadata import BytesStorageMetadata, extent, read_metadata
 from .pickles import Callee, Table, Unfit, load
 
@@ -34,9 +34,8 @@ def read_blob(folder: Path, fqn: str) -> bytes:
         raise SourceError(f"{folder}: {(problems or [f'{fqn!r} has {info.length} bytes, more than {MAX_BLOB}'])[0]}")
     measured(folder, (), {fqn: info})
     try:
-        with open(folder / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            return file.read(info.length)
+        with reader(folder, info.relative_path) as read:
+            return read(info.offset, info.length)
     except OSError as error:
         raise SourceError(f"{folder / info.relative_path}: cannot be read ({error.strerror})") from None
 
@@ -53,15 +52,14 @@ def read_blobs(folder: Path, blobs: Mapping[str, Blob]) -> dict[str, bytes]:
     by_place = sorted(blobs.items(), key=lambda item: item[1])
     for path, group in groupby(by_place, key=lambda item: item[1].file):
         try:
-            with open(folder / path, "rb") as file:
+            with reader(folder, path) as read:
                 for fqn, blob in group:
                     if blob.length > MAX_BLOB - held:
                         raise SourceError(
                             f"{folder}: its non-tensor entries hold more than {MAX_BLOB} bytes (up to {fqn!r}), which "
                             "no training state does"
                         )
-                    file.seek(blob.offset)
-                    data = file.read(blob.length)
+                    data = read(blob.offset, blob.length)
                     if len(data) != blob.length:
                         raise SourceError(f"{folder / path} ends inside of {fqn!r}; it was cut short")
                     found[fqn] = distinct.setdefault(data, data)

@@ -46,7 +46,7 @@ def test_converting_commands_take_hub_ids(client: HubClient, served: Path) -> No
 
 
 def test_proving_commands_take_hub_ids(client: HubClient, served: Path) -> None:
-    client.run("diff", "me/hf", "me/dcp")
+    client.run("diff", "me/hf", "me/dcp", "--keep-download")
     client.run("verify", "me/ranks")
     client.run("verify", "me/dcp")
     assert client.run("fingerprint", "me/dcp", HF_HUB_OFFLINE="1").stdout == client.run("fingerprint", served).stdout

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import errno
+import http.client
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -153,6 +157,52 @@ def test_offline_and_unreachable_hubs_point_to_a_local_folder(client: Client, re
     said = client.run("inspect", "Qwen/Tiny", code=1, HF_ENDPOINT="http://127.0.0.1:9").stderr
     assert "cannot be reached" in said
     assert str(client.cache) in said
+
+
+class _Proxy(BaseHTTPRequestHandler):
+    """Hands requests for any host on to one server."""
+
+    to: str
+    asked: ClassVar[list[str]]
+
+    def do_GET(self) -> None:
+        """Fetch the same path there; redirects are the client's."""
+        self.asked.append(self.path)
+        rest = "/" + self.path.split("/", 3)[3]
+        connection = http.client.HTTPConnection(self.to, timeout=20)
+        connection.request(self.command, rest, headers={**self.headers, "Connection": "close"})
+        answer = connection.getresponse()
+        body = answer.read()
+        self.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection"):
+                self.send_header(name, value)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(body)
+        connection.close()
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def test_a_proxy_and_a_cache_elsewhere_are_used_as_the_hubs_own_tools_do(client: Client, repository: Path) -> None:
+    client.hub.add("Qwen/Tiny", repository)
+    handler = type("Handler", (_Proxy,), {"to": client.hub.url.removeprefix("http://"), "asked": []})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        proxy = f"http://127.0.0.1:{server.server_port}"
+        cache = client.folder / "cache-elsewhere"
+        elsewhere = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": proxy, "HF_HUB_CACHE": str(cache)}
+        told = client.run("fingerprint", "Qwen/Tiny", "--keep-download", **elsewhere).stdout
+        server.shutdown()
+    assert told == client.run("fingerprint", repository).stdout
+    assert any(path.startswith("http://hub.invalid/api/models/Qwen/Tiny") for path in handler.asked)
+    assert len(list(cache.rglob("snapshots/*/*.safetensors"))) == 5
+    assert not list(client.cache.rglob("*.safetensors"))
+    assert client.run("fingerprint", "Qwen/Tiny", HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache)).stdout == told
 
 
 def test_what_like_fetched_does_not_pass_for_a_model_offline(client: Client, repository: Path) -> None:

@@ -75,7 +75,7 @@ def test_each_file_comes_once_and_goes_after_its_last_use(client: HubClient, rep
 
 
 def test_what_the_cache_holds_is_not_fetched_again_and_stays(client: HubClient, repository: Path) -> None:
-    client.run("fingerprint", "Qwen/Tiny")
+    client.run("fingerprint", "Qwen/Tiny", "--keep-download")
     cached = {path.resolve() for path in client.cache.rglob("*.safetensors")}
     client.hub.requests.clear()
     client.run("hf-to-dcp", "Qwen/Tiny", "dcp")
@@ -84,6 +84,166 @@ def test_what_the_cache_holds_is_not_fetched_again_and_stays(client: HubClient, 
     assert all(path.is_file() for path in cached)
     client.run("hf-to-dcp", "Qwen/Tiny", "offline", HF_HUB_OFFLINE="1")
     client.run("hf-to-dcp", "Qwen/Tiny", "cut-off", HF_ENDPOINT="http://127.0.0.1:9")
+
+
+def kept_bytes(folder: Path, ending: str) -> int:
+    """Bytes of data files below ``folder``, links not counted; of a mounted folder only headers are there."""
+    files = [path for path in folder.rglob(f"*{ending}*") if path.is_file() and not path.is_symlink()]
+    return sum(path.stat().st_size for path in files)
+
+
+@pytest.fixture
+def dcp(client: HubClient, repository: Path) -> Path:
+    """The same model as a DCP in several files, served as Qwen/Dcp, with what it was made of beside it."""
+    client.run("hf-to-dcp", repository, "made", "--shard-size", "4000")
+    client.hub.add("Qwen/Dcp", client.folder / "made")
+    assert len(list((client.folder / "made").glob("*.distcp"))) > 3
+    return client.folder / "made"
+
+
+@pytest.mark.parametrize("name", ["Qwen/Tiny", "Qwen/Dcp"])
+@pytest.mark.parametrize("command", ["fingerprint", "verify", "diff"])
+def test_what_reads_every_byte_once_has_one_file_on_the_disk_at_a_time(
+    client: HubClient, repository: Path, dcp: Path, name: str, command: str
+) -> None:
+    folder, ending = (repository, ".safetensors") if name == "Qwen/Tiny" else (dcp, ".distcp")
+    sizes = sorted(path.stat().st_size for path in folder.glob(f"*{ending}"))
+    headers = sum(8 + int.from_bytes(path.read_bytes()[:8], "little") for path in folder.glob("*.safetensors"))
+    most = [0]
+
+    def watch(requested: str) -> None:
+        most[0] = max(most[0], kept_bytes(client.cache, ending))
+
+    client.hub.requests.clear()
+    client.hub.watcher = watch
+    words = {
+        "fingerprint": (name, "--workers", "1"),
+        "verify": (name, "--workers", "1", "--manifest", dcp / "qwen3conv.json"),
+        "diff": (name, repository),
+    }[command]
+    client.run(command, *words)
+    assert weights_sent(client) == sorted(path.name for path in folder.glob(f"*{ending}"))  # each once
+    assert most[0] <= headers + 2 * sizes[-1], (most, sizes)  # one that is in use, one that is coming
+    assert most[0] < sum(sizes)
+    assert kept_bytes(client.cache, ending) == 0
+    assert not list(client.cache.glob("qwen3conv-*"))
+
+
+def test_of_two_ids_each_file_comes_once_and_what_was_kept_is_used(
+    client: HubClient, repository: Path, dcp: Path
+) -> None:
+    client.run("diff", "Qwen/Tiny", "Qwen/Dcp", "--keep-download")
+    assert len(weights_sent(client)) == len([*repository.glob("*.safetensors"), *dcp.glob("*.distcp")])
+    client.hub.requests.clear()
+    told = json.loads(client.run("fingerprint", "Qwen/Dcp", "--json", HF_HUB_OFFLINE="1").stdout)
+    assert client.run("fingerprint", "Qwen/Dcp").stdout.strip() == told["fingerprint"]
+    assert weights_sent(client) == []
+    assert client.run("verify", "Qwen/Dcp").stdout.startswith("Qwen/Dcp: verified")
+
+
+def test_a_dcp_is_converted_file_by_file(client: HubClient, repository: Path, dcp: Path) -> None:
+    sizes = [path.stat().st_size for path in dcp.glob("*.distcp")]
+    most = [0]
+
+    def watch(requested: str) -> None:
+        most[0] = max(most[0], kept_bytes(client.folder / "back.download", ".distcp"))
+
+    client.hub.requests.clear()
+    client.hub.watcher = watch
+    client.run("dcp-to-hf", "Qwen/Dcp", "back", "--workers", "1")
+    assert weights_sent(client) == sorted(path.name for path in dcp.glob("*.distcp"))
+    assert most[0] <= 2 * max(sizes) < sum(sizes)
+    assert client.run("diff", repository, "back").returncode == 0
+
+
+START = """
+import sys
+from pathlib import Path
+from qwen3conv.tools.training_run import look, make_source
+from qwen3conv.training.launch import Run
+run = Run(Path("run"), "rows.jsonl")
+said = lambda text: print(text, file=sys.stderr)
+found, config = look(sys.argv[1], announce=said)
+make_source(run, found, sys.argv[1], announce=said)
+"""
+
+
+def start(client: HubClient, place: str | Path) -> subprocess.CompletedProcess[str]:
+    """What ``train`` does before it trains."""
+    command = [sys.executable, "-P", "-c", START, str(place)]
+    return subprocess.run(command, cwd=client.folder, env=client.environment(), capture_output=True, text=True)
+
+
+def test_the_start_of_a_run_is_made_file_by_file_and_made_once(client: HubClient, repository: Path) -> None:
+    sizes = [path.stat().st_size for path in repository.glob("*.safetensors")]
+    most = [0]
+
+    def watch(requested: str) -> None:
+        download = client.folder / "run" / "source.download" / "fetched"
+        most[0] = max(most[0], kept_bytes(download, ".safetensors"))
+
+    client.hub.watcher = watch
+    names = sorted(path.name for path in repository.glob("*.safetensors"))
+    client.hub.spoiled.add(names[3])
+    broken = start(client, "Qwen/Tiny")
+    assert broken.returncode
+    assert f"{names[3]} of Qwen/Tiny came with the wrong hash" in broken.stderr
+    client.hub.spoiled.clear()
+    client.hub.requests.clear()
+    ran = start(client, "Qwen/Tiny")
+    assert ran.returncode == 0, ran.stderr
+    assert set(weights_sent(client)) <= set(names[2:])  # it went on
+    assert 0 < most[0] <= 3 * max(sizes) < sum(sizes)  # two workers, and the one that is coming
+    assert kept_bytes(client.cache, ".safetensors") == 0
+    assert [path.name for path in (client.folder / "run").iterdir()] == ["source"]
+    assert client.run("diff", repository, "run/source").returncode == 0
+    manifest = json.loads((client.folder / "run" / "source" / "qwen3conv.json").read_text())["source"]
+    assert manifest["hub"] == "Qwen/Tiny"
+    assert manifest["trains"] == f"Qwen/Tiny@{manifest['commit']}"
+    client.hub.requests.clear()
+    assert start(client, "Qwen/Tiny").returncode == 0
+    assert weights_sent(client) == []
+    assert "is a run of another checkpoint" in start(client, repository).stderr
+
+
+def test_what_a_killed_reader_left_is_removed_by_the_next(client: HubClient, repository: Path) -> None:
+    name = sorted(path.name for path in repository.glob("*.safetensors"))[2]
+    client.hub.stalls[name] = threading.Event()
+    words = [sys.executable, "-P", "-m", "qwen3conv", "fingerprint", "Qwen/Tiny", "--workers", "1"]
+    running = subprocess.Popen(words, cwd=client.folder, env=client.environment(), stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while name not in weights_sent(client) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert len(list(client.cache.glob("qwen3conv-*"))) == 1
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    client.hub.stalls.pop(name).set()
+    assert len(list(client.cache.glob("qwen3conv-*"))) == 1
+    client.run("fingerprint", "Qwen/Tiny")
+    assert not list(client.cache.glob("qwen3conv-*"))
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_a_wrong_hash_or_an_interrupt_ends_a_reader_and_nothing_stays(
+    client: HubClient, repository: Path, interrupt: bool
+) -> None:
+    names = sorted(path.name for path in repository.glob("*.safetensors"))
+    if not interrupt:
+        client.hub.spoiled.add(names[2])
+        said = client.run("fingerprint", "Qwen/Tiny", code=1).stderr
+        assert f"{names[2]} of Qwen/Tiny came with the wrong hash" in said
+    else:
+        client.hub.stalls[names[2]] = threading.Event()
+        words = [sys.executable, "-P", "-m", "qwen3conv", "fingerprint", "Qwen/Tiny", "--workers", "1"]
+        running = subprocess.Popen(words, cwd=client.folder, env=client.environment(), stderr=subprocess.DEVNULL)
+        until = time.monotonic() + 60
+        while names[2] not in weights_sent(client) and time.monotonic() < until:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGINT)
+        client.hub.stalls.pop(names[2]).set()
+        assert running.wait(30) == 130
+    assert not list(client.cache.glob("qwen3conv-*"))
+    assert kept_bytes(client.cache, ".safetensors") == 0
 
 
 def test_a_file_with_another_hash_is_refused_and_what_came_before_is_kept(client: HubClient, repository: Path) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from qwen3conv.converters.errors import PolicyError
 from qwen3conv.converters.placement import Mesh
+from qwen3conv.tools.cli.ladder_table import live_table
 from qwen3conv.tools.cli.main import cli
-from qwen3conv.tools.ladder import Rung, compare, parse_rung, usual_rungs
+from qwen3conv.tools.ladder import Rung, check_resumed, compare, parse_rung, read_rungs, usual_rungs, write_ladder
 from tests.models import even_texts, saved_model
 
 REFERENCE = {str(step): {"loss": 5.0 / step, "grad_norm": 2.0, "seconds": float(step)} for step in range(1, 6)}
@@ -48,6 +52,45 @@ def test_rungs_add_one_axis_at_a_time() -> None:
     assert own.flags() == ("--compile.enable", "--compile.backend", "inductor")
 
 
+def test_on_a_terminal_the_table_fills_while_rungs_are_climbed() -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # type: ignore[method-assign]
+    eager, both = Rung("eager", "one process"), Rung("tp-fsdp", "TP x FSDP together", Mesh(tp=2, fsdp=2))
+    with live_table(["eager", "tp-fsdp", "compile"], stream) as show:
+        first = compare(eager, REFERENCE, None, 1e-3)
+        show([first], both)
+        running = stream.getvalue()
+        show([first, compare(both, REFERENCE, REFERENCE, 1e-3)], None)
+    assert "reference" in running
+    assert "runs: TP x FSDP together" in running
+    assert "waits" in running
+    after = stream.getvalue()[len(running) :]
+    assert "agrees" in after
+    assert "4" in after
+
+
+def test_a_recipe_adds_rungs_a_line_each(tmp_path: Path) -> None:
+    recipe = tmp_path / "rungs.txt"
+    recipe.write_text("# what we run\nwide:tp=2,fsdp=4\n\n  far:fsdp=8,compile=inductor\n")
+    found = read_rungs(["one:tp=2", f"@{recipe}"])
+    assert [rung.name for rung in found] == ["one", "wide", "far"]
+    assert found[2] == parse_rung("far:fsdp=8,compile=inductor")
+
+
+def test_a_folder_goes_on_with_the_same_ladder_only(tmp_path: Path) -> None:
+    settings = {"from": "model", "steps": 4, "seq_len": 64, "tolerance": 1e-3}
+    rung = parse_rung("mine:tp=2")
+    check_resumed(tmp_path, settings, [rung])
+    write_ladder(tmp_path / "ladder.json", settings, [])
+    place = tmp_path / "rungs" / "mine"
+    place.mkdir(parents=True)
+    (place / "rung.json").write_text(json.dumps(asdict(rung)))
+    check_resumed(tmp_path, {**settings, "tolerance": 1e-6}, [rung])
+    with pytest.raises(PolicyError, match="steps was 4, and is 6") as error:
+        check_resumed(tmp_path, {**settings, "steps": 6}, [parse_rung("mine:tp=4")])
+    assert "rung mine was another one" in str(error.value)
+
+
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved_model(tmp_path_factory, "dense")
@@ -71,6 +114,9 @@ def words(dense: Path, data: Path, output: Path, *more: object) -> list[object]:
         (["--rungs", "eager,up"], "--rungs up: there are eager, fsdp, tp, tp-fsdp, compile"),
         (["--rung", "x:tp=0"], "--rung x:tp=0: expected NAME:"),
         (["--rung", "x:speed=2"], "expected NAME:"),
+        (["--rung", "fsdp:fsdp=2"], "two rungs are called fsdp"),
+        (["--rung", "../x:fsdp=2"], "would have no folder"),
+        (["--rung", "@nowhere.txt"], "--rung @nowhere.txt: the file cannot be read"),
         (["--tp", 4], "rung tp: "),
         (["--batch-size", 3], "rung fsdp: a batch of 3 does not divide among 2 FSDP ranks"),
         (["--rung", "x:backend=nki-moe"], "rung x: "),

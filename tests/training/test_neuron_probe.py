@@ -60,7 +60,7 @@ def test_nki_is_real_if_it_has_a_language(code: str, kind: str, tmp_path: Path) 
 @pytest.mark.parametrize("code", ["import os; os.abort()", "raise SystemExit(7)", "import time; time.sleep(60)"])
 def test_a_package_that_ends_or_hangs_its_process_does_not_end_the_doctor(code: str, tmp_path: Path) -> None:
     folder = fake(tmp_path / "site", {"torch_neuronx": ("2.14.0", code)})
-    ran = python(folder, "-m", "qwen3conv", "doctor", "--device", "neuron", "--timeout", "20", "--json")
+    ran = python(folder, "-m", "qwen3conv", "doctor", "--device", "neuron", "--timeout", "8", "--json")
     assert ran.returncode == 1
     first = json.loads(ran.stdout)["checks"][0]
     assert (first["name"], first["status"]) == ("device", "failed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from .command import DIFFERENT, Command
 from .options import DESTINATION, json_option
 from .output import note, print_json, print_table, say, warn
 from .values import Place
+
+if TYPE_CHECKING:
+    from qwen3conv.tools.ladder import Climbed
 
 
 @click.command(
@@ -40,7 +44,13 @@ from .values import Place
     "--compile-backend", metavar="NAME", help="Of torch.compile. Default: neuron, inductor, or aot_eager on CPU."
 )
 @click.option("--rungs", metavar="NAMES", help="Only these, by name, with commas.")
-@click.option("--rung", "own", multiple=True, metavar="NAME:SPEC", help="One more: x:tp=2,fsdp=2,backend=transformers.")
+@click.option(
+    "--rung",
+    "own",
+    multiple=True,
+    metavar="NAME:SPEC",
+    help="One more: x:tp=2,fsdp=2,backend=transformers. @FILE: one a line.",
+)
 @click.option(
     "--tolerance",
     type=click.FloatRange(min=0),
@@ -77,7 +87,18 @@ def ladder(
     rung's run. Exit 0 if all agree, 3 if one computes something else, 1 if one fails.
     """
     from qwen3conv.converters.errors import ConversionError, PolicyError
-    from qwen3conv.tools.ladder import check_rungs, climb, parse_rung, run_of, usual_rungs, write_ladder
+    from qwen3conv.tools.cli.ladder_table import HEADERS, live_table, row
+    from qwen3conv.tools.ladder import (
+        LADDER,
+        check_names,
+        check_resumed,
+        check_rungs,
+        climb,
+        read_rungs,
+        run_of,
+        usual_rungs,
+        write_ladder,
+    )
     from qwen3conv.tools.ladder_picture import draw_ladder
     from qwen3conv.tools.training_run import check_data, look, make_source, require_training
     from qwen3conv.training.launch import Run, typed
@@ -92,7 +113,8 @@ def ladder(
         warn(reason)
     compiler = compile_backend or {"neuron": "neuron", "cpu": "aot_eager"}.get(chosen, "inductor")
     all_rungs = usual_rungs(tp, fsdp, is_moe=config.geometry.is_moe, compile_backend=compiler)
-    all_rungs += [parse_rung(text) for text in own]
+    all_rungs += read_rungs(own)
+    check_names(all_rungs)
     if rungs is not None:
         names = [name.strip() for name in rungs.split(",")]
         odd = set(names) - {rung.name for rung in all_rungs}
@@ -105,10 +127,6 @@ def ladder(
         for rung in all_rungs:
             say(f"{rung.name}: {typed(run_of(base, rung, output / 'rungs' / rung.name).command())}")
         return
-    with lock_run(output, "qwen3conv ladder"):
-        make_source(base, found_source, source, needs_template=False)
-        check_data(base)
-    climbed = []
     settings = {
         "from": source,
         "data": data,
@@ -119,29 +137,24 @@ def ladder(
         "device": chosen,
         "tolerance": tolerance,
     }
-    for found in climb(base, all_rungs, tolerance=tolerance, announce=lambda rung: note(f"{rung.name}: {rung.axis}")):
-        climbed.append(found)
-        write_ladder(output / "ladder.json", settings, climbed)
-        apart = "" if found.loss_difference is None else f", loss apart {found.loss_difference:.1e}"
-        note(f"{found.rung.name}: {found.status}{apart}")
+    check_resumed(output, settings, all_rungs)
+    with lock_run(output, "qwen3conv ladder"):
+        make_source(base, found_source, source, needs_template=False, announce=note)
+        check_data(base)
+    if not (output / LADDER).is_file():
+        write_ladder(output / LADDER, settings, [])
+    climbed: list[Climbed] = []
+    with live_table([rung.name for rung in all_rungs]) as show:
+        for found in climb(base, all_rungs, tolerance=tolerance, announce=lambda rung: show(climbed, rung)):
+            climbed.append(found)
+            write_ladder(output / LADDER, settings, climbed)
+            show(climbed, None)
     with contextlib.suppress(ConversionError):
         draw_ladder(climbed, output / "ladder.png")
     if json:
         print_json({**settings, "rungs": [one.to_dict() for one in climbed]})
     else:
-        rows = [
-            (
-                one.rung.name,
-                str(one.rung.mesh.ranks),
-                one.status,
-                "" if one.loss_difference is None else f"{one.loss_difference:.1e}",
-                "" if one.norm_difference is None else f"{one.norm_difference:.1e}",
-                "" if one.step_seconds is None else f"{one.step_seconds:.3f}",
-            )
-            for one in climbed
-        ]
-        headers = ("RUNG", "RANKS", "RESULT", "LOSS APART", "NORM APART", "S / STEP")
-        print_table(rows, headers, right=(1, 3, 4, 5))
+        print_table([row(one) for one in climbed], HEADERS, right=(1, 3, 4, 5))
         for one in climbed:
             if one.message:
                 say(f"{one.rung.name}: {one.message}")

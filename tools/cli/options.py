@@ -129,6 +129,13 @@ def workers_option(function: Function) -> Function:
     )(function)
 
 
+def keep_download_option(function: Function) -> Function:
+    """``--keep-download``."""
+    return click.option("--keep-download", is_flag=True, help="Keep what a hub id fetches in the hub's cache.")(
+        function
+    )
+
+
 def untie_option(function: Function) -> Function:
     """``--untie``."""
     return click.option(
@@ -259,10 +266,7 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
         ),
     ),
     ("no_digests", click.option("--no-digests", is_flag=True, help="Write no digests: faster, but no proof.")),
-    (
-        "keep_download",
-        click.option("--keep-download", is_flag=True, help="Keep what a hub id fetches in the hub's cache."),
-    ),
+    ("keep_download", keep_download_option),
     ("dry_run", click.option("--dry-run", is_flag=True, help="Print the plan and write nothing.")),
     ("json", json_option),
 )

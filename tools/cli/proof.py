@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from shlex import quote
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .command import DIFFERENT, Command
-from .options import json_option, reading_options, source_argument, untie_option, workers_option
+from .options import json_option, keep_download_option, reading_options, source_argument, untie_option, workers_option
 from .output import format_count, note, print_json, print_table, say, warn
 from .progress import progress
 
@@ -28,10 +29,11 @@ _DIFFERENCES_SHOWN = 40
 @source_argument("path", "PATH")
 @untie_option
 @reading_options
+@keep_download_option
 @workers_option
 @json_option
 def fingerprint(
-    path: str, untie: bool, like: str | None, query_heads: Queries | None, workers: int, json: bool
+    path: str, untie: bool, like: str | None, query_heads: Queries | None, keep_download: bool, workers: int, json: bool
 ) -> None:
     """One hash of a model, the same in every format.
 
@@ -41,14 +43,14 @@ def fingerprint(
     from qwen3conv.converters.manifest import fingerprint_of
     from qwen3conv.converters.verification import compute_records
 
-    settled = _open(path, untie, like, query_heads)
-    with progress("reading", _table_bytes(settled)) as advance:
-        found = fingerprint_of(compute_records(settled, workers=workers, advance=advance))
-    manifest = settled.checkpoint.manifest
+    with _opened(path, untie, like, query_heads, keep_download) as settled:
+        with _reading(_table_bytes(settled), settled) as advance:
+            found = fingerprint_of(compute_records(settled, workers=workers, advance=advance))
+        manifest, where = settled.checkpoint.manifest, _where_is(settled, path)
     if manifest is not None and manifest.fingerprint not in (None, found):
         warn(f"its manifest says {manifest.fingerprint}; qwen3conv verify {quote(path)} tells what changed")
     if json:
-        print_json({"fingerprint": found, "path": str(settled.checkpoint.path), "tensors": len(settled.table)})
+        print_json({"fingerprint": found, "path": str(where), "tensors": len(settled.table)})
     else:
         say(str(found))
 
@@ -64,6 +66,7 @@ def fingerprint(
 )
 @untie_option
 @reading_options
+@keep_download_option
 @workers_option
 @json_option
 def verify(
@@ -72,6 +75,7 @@ def verify(
     untie: bool,
     like: str | None,
     query_heads: Queries | None,
+    keep_download: bool,
     workers: int,
     json: bool,
 ) -> None:
@@ -83,12 +87,15 @@ def verify(
     from qwen3conv.converters.verification import bytes_to_verify, check
     from qwen3conv.converters.verification import verify as run
 
-    settled = _open(path, untie, like, query_heads)
     manifest = None
     if manifest_file is not None and (manifest := read_manifest(manifest_file)) is None:
         raise click.BadParameter(f"there is no {MANIFEST} in {manifest_file}", param_hint="--manifest")
-    with progress("reading", bytes_to_verify(settled, manifest)) as advance:
+    with (
+        _opened(path, untie, like, query_heads, keep_download) as settled,
+        _reading(bytes_to_verify(settled, manifest), settled) as advance,
+    ):
         verdict = run(settled, manifest, workers=workers, advance=advance)
+        where = _where_is(settled, path)
     if json:
         print_json(
             {
@@ -99,10 +106,10 @@ def verify(
                 "problems": list(verdict.problems),
             }
         )
-    check(verdict, settled.checkpoint.path)
+    check(verdict, where)
     if not json:
         beside = f" and {format_count(verdict.files, 'file')} beside them" if verdict.files else ""
-        say(f"{settled.checkpoint.path}: verified, {format_count(verdict.tensors, 'tensor')}{beside}")
+        say(f"{where}: verified, {format_count(verdict.tensors, 'tensor')}{beside}")
         print_table([("fingerprint", verdict.fingerprint)])
 
 
@@ -111,20 +118,29 @@ def verify(
 @source_argument("b", "B")
 @untie_option
 @reading_options
+@keep_download_option
 @json_option
-def diff(a: str, b: str, untie: bool, like: str | None, query_heads: Queries | None, json: bool) -> None:
+def diff(
+    a: str, b: str, untie: bool, like: str | None, query_heads: Queries | None, keep_download: bool, json: bool
+) -> None:
     """Which layer, expert and projection differ, and by how much.
 
     The two may be of different formats. Exit 0 when they are the same bit for bit, 3 when they differ.
     """
     from qwen3conv.converters.verification import diff as run
+    from qwen3conv.tools.hub_remote import read_once
 
-    left, right = (
-        _open(place, untie, like, queries)
-        for place, queries in zip((a, b), _query_heads_of((a, b), query_heads), strict=True)
-    )
-    with progress("comparing", _table_bytes(left) + _table_bytes(right)) as advance:
-        found = run(left, right, advance=advance)
+    with (
+        read_once(a, keeps=keep_download, announce=note) as first,
+        read_once(b, keeps=keep_download, announce=note) as second,
+    ):
+        folders = first.path, second.path
+        left, right = (
+            _settled(folder, place, untie, like, queries)
+            for folder, place, queries in zip(folders, (a, b), _query_heads_of(folders, query_heads), strict=True)
+        )
+        with _reading(_table_bytes(left) + _table_bytes(right), left, right) as advance:
+            found = run(left, right, advance=advance)
     if json:
         print_json(
             {
@@ -141,29 +157,61 @@ def diff(a: str, b: str, untie: bool, like: str | None, query_heads: Queries | N
         raise click.exceptions.Exit(DIFFERENT)
 
 
-def _open(place: str, untie: bool, like: str | None, queries: Queries | None) -> Settled:
+@contextmanager
+def _opened(place: str, untie: bool, like: str | None, queries: Queries | None, keeps: bool) -> Iterator[Settled]:
+    from qwen3conv.tools.hub_remote import read_once
+
+    with read_once(place, keeps=keeps, announce=note) as found:
+        yield _settled(found.path, place, untie, like, queries)
+
+
+def _settled(folder: Path, place: str, untie: bool, like: str | None, queries: Queries | None) -> Settled:
     from qwen3conv.converters.detection import open_checkpoint
     from qwen3conv.converters.policies import Choices, settle
-    from qwen3conv.tools.hub import resolve_like, resolve_source
+    from qwen3conv.tools.hub import resolve_like
 
     config = None if like is None else resolve_like(like, announce=note).path
-    checkpoint = open_checkpoint(resolve_source(place, announce=note).path, like=config, queries=queries)
-    settled = settle(checkpoint, Choices(untie=untie))
+    settled = settle(open_checkpoint(folder, like=config, queries=queries), Choices(untie=untie))
     for policy in settled.policies:
         if policy.warning:
             warn(f"{place}: {policy.summary}")
     return settled
 
 
-def _query_heads_of(places: tuple[str, str], queries: Queries | None) -> tuple[Queries | None, Queries | None]:
+def _where_is(settled: Settled, place: str) -> Path:
+    """The folder; for a hub id, whose folder goes, the id."""
+    from qwen3conv.converters.remote import remote_of
+
+    return Path(place) if remote_of(settled.checkpoint.path) is not None else settled.checkpoint.path
+
+
+@contextmanager
+def _reading(total: int, *sides: Settled) -> Iterator[Callable[[int], None]]:
+    """A progress bar over what is read, and what comes from the hub for it."""
+    from qwen3conv.converters.remote import remote_of
+    from qwen3conv.tools.hub_files import HubFiles
+
+    remotes = [remote_of(side.checkpoint.path) for side in sides]
+    fetching = [(one, side) for one, side in zip(remotes, sides, strict=True) if isinstance(one, HubFiles)]
+    total += sum(one.bytes_to_fetch(_files_read(side)) for one, side in fetching)
+    with progress("reading" if len(sides) == 1 else "comparing", total) as advance:
+        for one, _ in fetching:
+            one.advance = advance
+        yield advance
+
+
+def _files_read(settled: Settled) -> set[str]:
+    return {extent.file for entry in settled.table.values() for extent in entry.copies[0]}
+
+
+def _query_heads_of(folders: tuple[Path, Path], queries: Queries | None) -> tuple[Queries | None, Queries | None]:
     """``queries`` for the sides that are NxD's shards; for both where neither is, so that it is refused."""
     if queries is None:
         return None, None
     from qwen3conv.converters.cut_checkpoints import NEURON_STORES
     from qwen3conv.converters.location import locate_checkpoint
-    from qwen3conv.tools.hub import resolve_source
 
-    a, b = (locate_checkpoint(resolve_source(place, announce=note).path)[1] in NEURON_STORES for place in places)
+    a, b = (locate_checkpoint(folder)[1] in NEURON_STORES for folder in folders)
     return queries if a or not b else None, queries if b or not a else None
 
 

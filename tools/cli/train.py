@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .command import Command
-from .options import DESTINATION, json_option, like_option
+from .options import DESTINATION, json_option, keep_download_option, like_option
 from .output import note, print_json, say, warn
 from .values import ModelSize, Place
 
@@ -78,6 +78,7 @@ _DTYPES = ("source", "float32", "bfloat16")
     "--on-bad-row", type=click.Choice(["stop", "skip"]), help="Of sft, rows too long are bad too. Default: stop."
 )
 @click.option("--no-packing", is_flag=True, help="Of sft: one row per sequence, padded.")
+@keep_download_option
 @click.option(
     "--lora-rank", type=click.IntRange(min=1), metavar="N", help="Train adapters of this rank, not the model."
 )
@@ -120,6 +121,7 @@ def train(
     balance_experts: bool,
     on_bad_row: str | None,
     no_packing: bool,
+    keep_download: bool,
     lora_rank: int | None,
     lora_alpha: float | None,
     lora_targets: str | None,
@@ -218,7 +220,7 @@ def train(
     code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
     with lock_run(output, "qwen3conv train") as lock:
         if source is not None:
-            make_source(run, place, source, assets)
+            make_source(run, place, source, assets, keeps=keep_download, announce=note)
             if keep_optimizer:
                 begin_at_step(run, place)
         else:
