@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from qwen3conv.training.kernels.block_plan import num_blocks, plan_blocks
 from qwen3conv.training.kernels.moe_experts import KernelError, compute_dtype, moe_experts
@@ -36,6 +37,15 @@ def test_output_and_gradients_are_those_of_autograd(counts: list[int]) -> None:
 def test_gradients_pass_gradcheck_in_float64() -> None:
     x, counts, *weights = inputs([0, 1, 3, 2])
     assert torch.autograd.gradcheck(lambda x, *w: moe_experts(x, counts, *w), (x, *weights))
+
+
+def test_activation_checkpointing_changes_no_gradient() -> None:
+    x, counts, *weights = inputs([0, 1, 3, 2])
+    dy = torch.randn_like(x)
+    plain = torch.autograd.grad(moe_experts(x, counts, *weights), (x, *weights), dy)
+    again = checkpoint(moe_experts, x, counts, *weights, use_reentrant=False)
+    for ours, theirs in zip(torch.autograd.grad(again, (x, *weights), dy), plain, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 def test_the_operator_passes_opcheck() -> None:

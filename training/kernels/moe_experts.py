@@ -81,9 +81,9 @@ def _save(ctx: Any, inputs: tuple[torch.Tensor | None, ...], output: torch.Tenso
 
 
 def _backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    affinity = ctx.saved_tensors[-1]
-    dx, d_gate, d_down, d_up, d_affinity = moe_experts_backward(dy.contiguous(), *ctx.saved_tensors)
-    return dx, None, d_gate, d_down, d_up, None if affinity is None else d_affinity
+    saved = ctx.saved_tensors  # once: activation checkpointing computes them anew when they are asked for
+    dx, d_gate, d_down, d_up, d_affinity = moe_experts_backward(dy.contiguous(), *saved)
+    return dx, None, d_gate, d_down, d_up, None if saved[-1] is None else d_affinity
 
 
 moe_experts.register_autograd(_backward, setup_context=_save)
