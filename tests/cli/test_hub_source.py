@@ -190,16 +190,17 @@ class _Proxy(BaseHTTPRequestHandler):
 
 def test_a_proxy_and_a_cache_elsewhere_are_used_as_the_hubs_own_tools_do(client: Client, repository: Path) -> None:
     client.hub.add("Qwen/Tiny", repository)
-    handler = type("Handler", (_Proxy,), {"to": client.hub.url.removeprefix("http://"), "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    asked: list[str] = []
+    made = {"to": client.hub.url.removeprefix("http://"), "asked": asked}
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Proxy,), made)) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         proxy = f"http://127.0.0.1:{server.server_port}"
         cache = client.folder / "cache-elsewhere"
-        elsewhere = {"HF_ENDPOINT": "http://hub.invalid", "HTTP_PROXY": proxy, "HF_HUB_CACHE": str(cache)}
-        told = client.run("fingerprint", "Qwen/Tiny", "--keep-download", **elsewhere).stdout
+        words = ("fingerprint", "Qwen/Tiny", "--keep-download")
+        told = client.run(*words, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=proxy, HF_HUB_CACHE=str(cache)).stdout
         server.shutdown()
     assert told == client.run("fingerprint", repository).stdout
-    assert any(path.startswith("http://hub.invalid/api/models/Qwen/Tiny") for path in handler.asked)
+    assert any(path.startswith("http://hub.invalid/api/models/Qwen/Tiny") for path in asked)
     assert len(list(cache.rglob("snapshots/*/*.safetensors"))) == 5
     assert not list(client.cache.rglob("*.safetensors"))
     assert client.run("fingerprint", "Qwen/Tiny", HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache)).stdout == told
