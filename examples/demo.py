@@ -114,8 +114,7 @@ class Demo:
     def train(self, model: str) -> None:
         """Train ``model`` for a few steps with torchtitan, and look at what came out."""
         self.model = model
-        texts = (f"{number} and {number} are {2 * number}" for number in range(400))
-        (self.folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_texts(self.folder / "text.jsonl")
         self.console.print(Text(f"\n{model}, trained", style="bold"))
         words = ("train", "--from", model, "--data", "text.jsonl", "--output", f"{model}-run", "--recipe", "tiny")
         self.command(*words, shows=(f"{model}-run: step", "The trained"), result="trained", logs=True)
@@ -221,6 +220,12 @@ def make_models(folder: Path) -> None:
     moe = transformers.Qwen3MoeConfig(**sizes, **experts, tie_word_embeddings=False)
     save(transformers.Qwen3ForCausalLM(dense), tokenizer, folder / DENSE)
     save(transformers.Qwen3MoeForCausalLM(moe), tokenizer, folder / MOE)
+
+
+def write_texts(file: Path) -> None:
+    """Four hundred rows to train on."""
+    texts = (f"{number} and {number} are {2 * number}" for number in range(400))
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

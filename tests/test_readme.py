@@ -111,12 +111,12 @@ def quoted(cell: str) -> list[str]:
 def test_every_command_has_a_section_with_an_example() -> None:
     section = TEXT.split("\n## Commands\n", 1)[1].split("\n## ", 1)[0]
     parts = dict(part.split("\n", 1) for part in section.split("\n### ")[1:])
-    assert set(parts) == {*cli.commands, "Options of a conversion"}
+    assert set(parts) == {*cli.commands}
     assert [name for name in cli.commands if f"qwen3conv {name}" not in parts[name]] == []
 
 
 def test_every_option_of_a_conversion_is_explained() -> None:
-    shown = {word.split()[0] for row in table("### Options of a conversion") for word in quoted(row[0])}
+    shown = {word.split()[0] for row in table("## Options of a conversion") for word in quoted(row[0])}
     options = {option for parameter in cli.commands["convert"].params for option in parameter.opts if "--" in option}
     assert shown == options - {"--to", "--json", "--debug", "--dry-run", "--help"}
 
@@ -142,7 +142,7 @@ def kinds(cell: str) -> list[str]:
 
 
 def test_a_file_that_the_table_of_the_refused_names_is_refused_for_that_reason(tmp_path: Path) -> None:
-    patterns = [(row, name) for row in table("### Recognised and refused") for name in quoted(row[1])]
+    patterns = [(row, name) for row in table("## Recognised and refused") for name in quoted(row[1])]
     files = [(row, name) for row, name in patterns if re.search(r"[*\[]", name) or name.endswith((".txt", ".pt"))]
     assert len(files) > 20
     for number, (row, pattern) in enumerate(files):
@@ -155,7 +155,7 @@ def test_a_file_that_the_table_of_the_refused_names_is_refused_for_that_reason(t
 
 
 def test_every_kind_of_file_that_is_refused_is_in_the_table() -> None:
-    known = [kind for row in table("### Recognised and refused") for kind in kinds(row[0])]
+    known = [kind for row in table("## Recognised and refused") for kind in kinds(row[0])]
     reasons = {reason for _, reason in (*refusals._ALWAYS, *refusals._WITHOUT_STORE)}
     assert [reason for reason in reasons if not any(kind in reason.lower() for kind in known)] == []
 
@@ -164,11 +164,11 @@ def test_every_policy_is_in_the_table() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "converters").glob("*.py"))
     made = set(re.findall(r"\bPolicy\(\s*\"([a-z-]+)\"", sources))
     assert len(made) > 10
-    assert {quoted(row[0])[0] for row in table("### Policies")} == made
+    assert {quoted(row[0])[0] for row in table("## Policies")} == made
 
 
 def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
-    listed = {command: set(quoted(row[1])) - {"--tensors"} for row in table("### JSON") for command in quoted(row[0])}
+    listed = {command: set(quoted(row[1])) - {"--tensors"} for row in table("## JSON") for command in quoted(row[0])}
     assert set(listed) == set(cli.commands) - {"completion"}
     session.call("rm -rf json-*")
     commands = {
@@ -196,10 +196,22 @@ def test_the_keys_of_every_json_document_are_listed(session: Session) -> None:
     suggested = json.loads(session.call("qwen3conv simulate --model 0.6B --suggest --json").output)
     assert listed["simulate"] == {*simulated, *suggested, "--suggest"}
     assert listed["doctor"] == {"usable", "checks"}  # and see test_doctor
+    modelled = json.loads(session.call("qwen3conv kernel-check --model --shape study --json").output)
+    compared = {
+        "passes",
+        "where",
+        "nki",
+        "hardware",
+        "hidden",
+        "expert_hidden",
+        "experts",
+        "findings",
+    }  # and see test_kernel_check
+    assert listed["kernel-check"] == {*modelled, *compared, "--model"}
     assert listed["runs"] == {"equal", "first_difference", "common_steps", "settings", "exports"}  # and see test_runs
     assert listed["parity"] == {"agrees", *(field.name for field in fields(ParityReport))}
     manifest = json.loads(session.call("cat json-dcp/qwen3conv.json").output)
-    assert {key for row in table("### Manifest") for key in quoted(row[0])} == set(manifest)
+    assert {key for row in table("## Manifest") for key in quoted(row[0])} == set(manifest)
 
 
 def test_every_path_that_is_named_exists() -> None:

@@ -27,6 +27,7 @@ from .conversion import convert, dcp_to_hf, hf_to_dcp, plan
 from .doctor import doctor
 from .hub import pull, push
 from .inspection import formats, inspect
+from .kernel_check import kernel_check
 from .ladder import ladder
 from .lora import merge_lora
 from .output import WIDTH, printable
@@ -101,7 +102,7 @@ def cli() -> None:
 _CONVERTING = (hf_to_dcp, dcp_to_hf, convert, shard, reshard, merge, merge_lora, upgrade, plan)
 _PROVING = (inspect, fingerprint, verify, diff, parity, formats)
 
-for _command in (*_CONVERTING, *_PROVING, pull, push, train, runs, ladder, simulate, doctor, completion):
+for _command in (*_CONVERTING, *_PROVING, pull, push, train, runs, ladder, simulate, doctor, kernel_check, completion):
     cli.add_command(_command)
 
 

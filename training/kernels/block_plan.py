@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .padding import num_blocks as num_blocks
+
 
 class BlockPlan(NamedTuple):
     """Blocks of B rows, each of one expert."""
@@ -17,18 +19,6 @@ class BlockPlan(NamedTuple):
     """(N * B,) int32: the row in each slot; R where a slot is padding."""
     block_expert: torch.Tensor
     """(N,) int32: the expert of each block. Blocks nobody needs hold padding only and go to the last expert."""
-
-
-def num_blocks(rows: int, num_experts: int, block: int, *, least: int = 0) -> int:
-    """Blocks that hold ``rows`` rows however they fall on the experts: the exact worst case of sum(ceil(count / B)).
-
-    With ``least`` 1 every expert has a block, of padding where it has no rows: sum(max(1, ceil(count / B))).
-    """
-    if least:
-        return num_experts - 1 + max(1, -(-rows // block))
-    if rows <= num_experts:
-        return rows  # at worst one row each
-    return num_experts + (rows - num_experts) // block
 
 
 def plan_blocks(counts: torch.Tensor, rows: int, block: int, *, least: int = 0) -> BlockPlan:

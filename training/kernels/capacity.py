@@ -16,8 +16,8 @@ from typing import NamedTuple, TypeVar
 
 from qwen3conv.converters.errors import enumerate_problems
 
-from .block_plan import num_blocks
 from .errors import KernelError
+from .padding import num_blocks
 
 PARTITIONS, BANK_COLUMNS = 128, 512
 SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520
