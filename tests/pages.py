@@ -124,11 +124,11 @@ class Session:
             for name in _HOLLOW:
                 generate(self._folder / "Qwen" / name, name, sparse=True)
         (self._folder / "examples").symlink_to(ROOT / "examples")
-        program = folder / "bin" / "qwen3conv"
-        program.parent.mkdir()
-        program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -m qwen3conv "$@"\n')
-        program.chmod(0o755)
-        (program.parent / "python").symlink_to(sys.executable)
+        programs = folder / "bin"
+        programs.mkdir()
+        for name, words in (("qwen3conv", "-P -m qwen3conv"), ("python", "-P")):
+            (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n')
+            (programs / name).chmod(0o755)
         more: Mapping[str, str] = {}
         if hub is not None:
             for name in ("qwen3", "qwen3-moe"):
@@ -136,7 +136,7 @@ class Session:
             more = client_environment(hub, folder / "hf-home")
             (folder / "hf-home").mkdir()
             (folder / "hf-home" / "token").write_text("hf_of_this_page")  # logged in, as `hf auth login` does it
-        paths = (str(program.parent), str(Path(sys.executable).parent), os.environ["PATH"])
+        paths = (str(programs), str(Path(sys.executable).parent), os.environ["PATH"])
         self._environment = environment(COLUMNS="100", PATH=os.pathsep.join(paths), **more)
         self._code = 0
         self._ran: dict[int, Ran] = {}
@@ -191,6 +191,7 @@ def normalised(output: str, command: str) -> list[str]:
         line = re.sub(r"[\d.]+ \w+ free", "SIZE free", line)
         line = re.sub(r"\([\d,]+ bytes\)", "(N bytes)", line)  # the tokenizer of the models is not always the same
         line = re.sub(r"[\d.]+ MB at the peak, with \d workers?", "SIZE at the peak", line)
+        line = re.sub(r"'generated_text': .*", "TEXT", line)
         if command.startswith("qwen3conv doctor"):
             line = re.sub(r"\d[\w.+]*", "X", line)
         if command.startswith(("qwen3conv parity", "qwen3conv diff", "qwen3conv train", "qwen3conv runs")):

@@ -190,9 +190,12 @@ class _Proxy(BaseHTTPRequestHandler):
 
 def test_a_proxy_and_a_cache_elsewhere_are_used_as_the_hubs_own_tools_do(client: Client, repository: Path) -> None:
     client.hub.add("Qwen/Tiny", repository)
-    asked: list[str] = []
-    made = {"to": client.hub.url.removeprefix("http://"), "asked": asked}
-    with ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Proxy,), made)) as server:
+
+    class Proxy(_Proxy):
+        to = client.hub.url.removeprefix("http://")
+        asked: ClassVar[list[str]] = []
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         proxy = f"http://127.0.0.1:{server.server_port}"
         cache = client.folder / "cache-elsewhere"
@@ -200,7 +203,7 @@ def test_a_proxy_and_a_cache_elsewhere_are_used_as_the_hubs_own_tools_do(client:
         told = client.run(*words, HF_ENDPOINT="http://hub.invalid", HTTP_PROXY=proxy, HF_HUB_CACHE=str(cache)).stdout
         server.shutdown()
     assert told == client.run("fingerprint", repository).stdout
-    assert any(path.startswith("http://hub.invalid/api/models/Qwen/Tiny") for path in asked)
+    assert any(path.startswith("http://hub.invalid/api/models/Qwen/Tiny") for path in Proxy.asked)
     assert len(list(cache.rglob("snapshots/*/*.safetensors"))) == 5
     assert not list(client.cache.rglob("*.safetensors"))
     assert client.run("fingerprint", "Qwen/Tiny", HF_HUB_OFFLINE="1", HF_HUB_CACHE=str(cache)).stdout == told
