@@ -119,6 +119,8 @@ class Hub:
         self.mangles = False
         """Whether commits keep something else than the small files that come with them."""
         self.renamed: dict[str, str] = {}
+        self.tells_names_only = False
+        """Leave sizes and hashes out of a repository's description, as the mirror olah 0.5.4 does."""
         """Old name of a repository -> the name that requests are sent on to."""
         self.objects: dict[str, bytes] = {}
         """Large files that were uploaded, by sha256, whether a commit names them or not."""
@@ -276,7 +278,7 @@ class _Handler(BaseHTTPRequestHandler):
             "tags": [],
             "siblings": [{"rfilename": path} for path in sorted(files)],
         }
-        if "blobs" in query:
+        if "blobs" in query and not self.hub.tells_names_only:
             content["siblings"] = [_sibling(path, files[path]) for path in sorted(files)]
         self._json(content)
 
@@ -484,7 +486,7 @@ class _Handler(BaseHTTPRequestHandler):
 _REPO = r"/api/models/([^/]+/[^/]+)"
 _ROUTES: tuple[tuple[str, str, Callable[..., None]], ...] = (
     (rf"{_REPO}(?:/revision/([^/]+))?", "GET", _Handler.model_info),
-    (rf"{_REPO}/tree/([^/]+)(?:/(.+))?", "GET", _Handler.tree),
+    (rf"{_REPO}/tree/([^/]+)(?:/(.+?))?/?", "GET", _Handler.tree),
     (rf"{_REPO}/paths-info/([^/]+)", "POST", _Handler.paths_info),
     (rf"{_REPO}/refs", "GET", _Handler.refs),
     (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", "GET", _Handler.resolve),

@@ -8,11 +8,11 @@ from __future__ import annotations
 import errno
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from qwen3conv import __version__
 from qwen3conv.converters.errors import ConversionError, DestinationError, SourceError, TransferError
@@ -107,13 +107,20 @@ def list_files(asked: HubId, text: str, *, announce: Announce) -> Listing:
         SourceError: there is none, or it may not be read, or the hub cannot be reached.
     """
     with library(text):
+        from huggingface_hub.hf_api import RepoFile
+
         api = client()
     with explained(asked, text):
         info = patiently(lambda: api.model_info(asked.repository, revision=asked.revision, files_metadata=True))
     if info.id != asked.repository:
         announce(f"{asked.repository} is called {info.id} now; use that name")
+    siblings: Iterable[Any] = info.siblings or ()
+    if any(sibling.size is None for sibling in siblings):  # a mirror that passes names on, and no more
+        with explained(asked, text):
+            entries = patiently(lambda: list(api.list_repo_tree(info.id, recursive=True, revision=info.sha)))
+        siblings = [entry for entry in entries if isinstance(entry, RepoFile)]
     files = {}
-    for sibling in info.siblings or ():
+    for sibling in siblings:
         large = sibling.lfs
         found = large.sha256 if large is not None else sibling.blob_id
         files[sibling.rfilename] = HubFile(int(sibling.size or 0), str(found), large is not None)

@@ -3,7 +3,7 @@
 An estimate: the tensors that autograd keeps of a layer, counted for Qwen3's operations as torchtitan 0.3.0 has them
 (``models/qwen3``, ``models/common``, ``distributed/activation_checkpoint.py``) and torch 2.13 decomposes them on a
 CPU. The method is that of Korthikanti et al., *Reducing Activation Recomputation in Large Transformer Models* (2022),
-section 4. ``tests/cli/test_simulate_memory.py`` holds it against the measured peak of small runs. A device whose norm
+section 4. ``tests/cli/test_simulate_measured.py`` holds it against the measured peak of small runs. A device whose norm
 is one kernel keeps 2 H + q + kv fewer elements per token of a layer without checkpointing.
 
 Letters, in elements per token: H hidden, Q query heads, K key (or value) heads, I intermediate, E experts, k of them
@@ -23,13 +23,6 @@ LOSS_CHUNKS = 8
 
 REDUCED_BYTES = 4
 """Gradients are reduced in float32 (torchtitan 0.3.0, ``TrainingConfig.mixed_precision_reduce``)."""
-
-FORMULAS = {
-    "none": "6H + 4Q + 4K + 4I",
-    "selective": "2H + 2Q + 2K + I",
-    "full": "H",
-}
-"""Elements per token that are kept of a dense layer on one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +49,7 @@ def passing(job: Job, *, is_last: bool, layers: int) -> Passing:
         kept = kept * in_flight // job.batch
     stages = [_backward(job, tokens if job.mesh.pp == 1 else tokens // job.batch)]
     if is_last:
-        kept += 3 * hidden // whole if whole == 1 else hidden + 2 * hidden // whole
+        kept += hidden + 2 * hidden // whole
         stages.append(_loss(job))
     gathered, working = max(stages, key=sum)
     return Passing(gathered, kept, working)
@@ -65,6 +58,7 @@ def passing(job: Job, *, is_last: bool, layers: int) -> Passing:
 def kept_per_token(job: Job) -> int:
     """Elements that autograd keeps of one layer until its backward, per token that the tensor-parallel ranks share.
 
+    Of a dense layer on one rank: none 6H + 4Q + 4K + 4I, selective 2H + 2Q + 2K + I, full H.
     Sequence parallelism divides what lies between the cuts; matrix products keep their gathered inputs whole.
     Selective checkpointing keeps attention, every second matrix product and what collectives gave, as its policy says;
     grouped matrix products of experts are not among them. On a CPU, attention is not, and experts are plain products.

@@ -2,7 +2,7 @@
 
 A step is one forward and backward of ``batch`` sequences per data-parallel rank. Bytes are those of ring algorithms:
 (n - 1) / n of the whole for a gather or a scatter, twice that for an all-reduce.
-``tests/cli/test_simulate_traffic.py`` counts what small models really send on four gloo ranks, but for context
+``tests/cli/test_simulate_measured.py`` counts what small models really send on four gloo ranks, but for context
 parallelism, which was not run.
 """
 

@@ -331,6 +331,14 @@ def test_a_renamed_repository_is_followed_and_its_new_name_told(client: HubClien
     assert client.run("diff", repository, "dcp").returncode == 0
 
 
+def test_a_mirror_that_tells_names_only_is_asked_for_sizes_and_hashes(client: HubClient, repository: Path) -> None:
+    client.hub.tells_names_only = True
+    name = sorted(path.name for path in repository.glob("*.safetensors"))[1]
+    assert client.run("fingerprint", "Qwen/Tiny").stdout == client.run("fingerprint", repository).stdout
+    client.hub.spoiled.add(name)
+    assert f"{name} of Qwen/Tiny came with the wrong hash" in client.run("fingerprint", "Qwen/Tiny", code=1).stderr
+
+
 def test_a_busy_hub_is_asked_again_and_one_that_stays_busy_told(client: HubClient, repository: Path) -> None:
     wait = {"Retry-After": "0"}
     client.hub.faults["/api/models/Qwen/Tiny"] = [Fault(429, wait), Fault(503, wait)]
