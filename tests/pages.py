@@ -194,7 +194,9 @@ def normalised(output: str, command: str) -> list[str]:
         line = re.sub(r"'generated_text': .*", "TEXT", line)
         if command.startswith("qwen3conv doctor"):
             line = re.sub(r"\d[\w.+]*", "X", line)
-        if command.startswith(("qwen3conv parity", "qwen3conv diff", "qwen3conv train", "qwen3conv runs")):
+        if command.startswith(
+            ("qwen3conv parity", "qwen3conv diff", "qwen3conv train", "qwen3conv runs", "qwen3conv ladder")
+        ):
             line = re.sub(r"\d+(\.\d+)?e-\d+|\d+\.\d+", "X", line)
         if command.startswith("qwen3conv kernel-check --emulate"):
             line = re.sub(r"\d\.\de-\d+ +\d\.\de-\d+ +ok .*", "X X ok", line)
