@@ -72,7 +72,13 @@ test: lint test-torch-free  ## everything that must pass before a change lands
 .titan-0.2.2: $(INSTALLED)
 	$(PY) $(PIP) --no-deps --target $@ torchtitan==0.2.2
 
-test-slow: $(INSTALLED) .titan-0.2.2  ## the tests that `make test` leaves out
+# A mirror of the hub, in an environment of its own: it pins what it needs.
+.olah-0.5.4/.installed:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(PIP) olah==0.5.4
+	@touch $@
+
+test-slow: $(INSTALLED) .titan-0.2.2 .olah-0.5.4/.installed  ## the tests that `make test` leaves out
 	$(PYTEST) -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
 test-torch-free: $(TORCH_FREE)  ## the torch-free tests on other Pythons, without torch
@@ -115,4 +121,4 @@ clean:  ## remove what was built and cached
 	find $(ROOMS) src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean  ## the same, and the environments
-	rm -rf $(VENV) $(OTHER_PYTHONS:%=.venv-%) .titan-0.2.2
+	rm -rf $(VENV) $(OTHER_PYTHONS:%=.venv-%) .titan-0.2.2 .olah-0.5.4

@@ -119,9 +119,9 @@ class Hub:
         self.mangles = False
         """Whether commits keep something else than the small files that come with them."""
         self.renamed: dict[str, str] = {}
+        """Old name of a repository -> the name that requests are sent on to."""
         self.tells_names_only = False
         """Leave sizes and hashes out of a repository's description, as the mirror olah 0.5.4 does."""
-        """Old name of a repository -> the name that requests are sent on to."""
         self.objects: dict[str, bytes] = {}
         """Large files that were uploaded, by sha256, whether a commit names them or not."""
         self.url = ""

@@ -28,7 +28,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ROOMS = {"qwen3conv": "src/qwen3conv", **{f"qwen3conv.{room}": room for room in ("converters", "tools", "training")}}
 
 NOT_SOURCE = shutil.ignore_patterns(
-    ".*cache", ".coverage*", ".git", ".hypothesis", ".venv*", "*.egg-info", "__pycache__", "build", "dist", "outputs"
+    ".*cache",
+    ".coverage*",
+    ".git",
+    ".hypothesis",
+    ".venv*",
+    ".titan-*",
+    ".olah-*",
+    "*.egg-info",
+    "__pycache__",
+    "build",
+    "dist",
+    "outputs",
 )
 
 

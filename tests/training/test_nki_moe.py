@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.models import even_texts, saved_model
-from tests.training.test_native import write_texts
-from tests.training.test_transformers_backend import assert_same_course, steps_of, train
+from tests.training.test_native import steps_of, write_texts
+from tests.training.test_transformers_backend import assert_same_course, train
 
 TOLERANCE = 1e-5
 """Relative, of every step's loss and gradient norm, in float32. Found: 2e-7 over 20 steps."""
