@@ -109,12 +109,12 @@ def read_once(text: str, *, keeps: bool = False, announce: Announce = lambda mes
 
     What an earlier process of these, which was killed, left there is removed.
     """
-    from huggingface_hub import constants
-
     asked, listing, sidecars = _ask(text, announce)
     if listing is None:
         yield sidecars
         return
+    from huggingface_hub import constants
+
     quiet_off_terminals()
     home = Path(constants.HF_HOME)
     try:
