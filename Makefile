@@ -81,7 +81,9 @@ test: lint test-torch-free  ## everything that must pass before a change lands
 test-slow: $(INSTALLED) .titan-0.2.2 .olah-0.5.4/.installed  ## the tests that `make test` leaves out
 	$(PYTEST) -n $(JOBS) --dist loadfile -m slow $(ARGS)
 
-test-torch-free: $(TORCH_FREE)  ## the torch-free tests on other Pythons, without torch
+# Side by side: each is one process.
+test-torch-free:  ## the torch-free tests on other Pythons, without torch
+	@$(MAKE) --no-print-directory --jobs $(JOBS) $(TORCH_FREE)
 
 # pyenv's shims exist for versions that do not run, so the versions themselves are tried too.
 $(TORCH_FREE): test-torch-free-%:
