@@ -63,7 +63,8 @@ def locate_checkpoint(path: Path) -> tuple[Path, str]:
 
 def _point_below(path: Path, names: Sequence[str], levels: int = 2) -> None:
     """Raise ``SourceError`` when a subfolder holds what is read, or is known and not read."""
-    folders = [path / name for name in sorted(names, key=natural_key)[:100] if (path / name).is_dir()]
+    # the latest step first: of a training run it is what one looks for
+    folders = [path / name for name in sorted(names, key=natural_key, reverse=True)[:100] if (path / name).is_dir()]
     for folder in folders:
         try:
             inside = sorted(os.listdir(folder))

@@ -76,7 +76,7 @@ def merge_adapter(settled: Settled, choices: Choices, called: Iterable[str] = ()
         table[name] = replace(table[name], delta=delta)
     if config.base is not None and _last_segment(config.base) not in {_last_segment(name) for name in called}:
         summary = f"the adapter calls its base {config.base}; it is added to {base.path}"
-        policies.append(Policy("lora-base", summary, {"base": config.base}))
+        policies.append(Policy("lora-base", summary, {"base": config.base}, warning=True))
     policies += _files_left(folder, base.path)
     return replace(settled, tied=tied, table=table, policies=(*settled.policies, *policies))
 

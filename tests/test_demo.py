@@ -120,5 +120,5 @@ def test_a_folder_to_keep_that_is_not_empty_is_wrong_usage() -> None:
         (folder / "mine" / "file").touch()
         ran = run("--keep", "mine", cwd=folder)
         assert ran.returncode == 2
-        assert ran.stderr.endswith("mine exists and is not an empty folder\n")
+        assert ran.stderr.endswith("mine exists and is not an empty folder: remove it, or name another\n")
         assert left_in(folder) == ["mine"]

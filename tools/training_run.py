@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from qwen3conv.converters.checkpoint import find_config
+from qwen3conv.converters.checkpoint import assets_of_run, find_config
 from qwen3conv.converters.config import Qwen3Config, read_config
 from qwen3conv.converters.conversion import carry_out, prepare
 from qwen3conv.converters.detection import open_checkpoint
@@ -53,6 +53,17 @@ def look(
                 "folder or hub id"
             )
         return replace(found, path=checkpoint.path), checkpoint.config
+
+
+def release_dtype(source: Path, config: Qwen3Config) -> str | None:
+    """The dtype code of the model that ``source`` is, or is a step of the training of.
+
+    A step holds float32, and so does the start of a run that goes on from one: its manifest keeps what came before.
+    """
+    folder = source.absolute().parent.parent / "source" if assets_of_run(source) is not None else source
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    kept = manifest.source.get("release_dtype") if manifest is not None else None
+    return kept if isinstance(kept, str) else config.dtype
 
 
 def resume_from_hub(text: str, folder: Path, announce: Announce = lambda message: None) -> Qwen3Config:
@@ -123,7 +134,9 @@ def make_source(
         with streamed(source, run.source, resume=resumes, keeps=keeps, announce=announce) as place:
             if "hub" in place.origin and _identity(place) != trains:
                 raise SourceError(f"{source} has changed since it was looked at; try again")
-            origin = {**place.origin, "path": source, "trains": trains}
+            origin: dict[str, str | None] = {**place.origin, "path": source, "trains": trains}
+            if (assets := assets_of_run(place.path)) is not None:
+                origin["release_dtype"] = release_dtype(place.path, read_config(assets / "config.json"))
             has_begun = partial_path(run.source).is_dir()
             choices = replace(DEFAULTS, like=like)
             conversion = prepare(place.path, run.source, run.source_format, choices, origin=origin)

@@ -79,7 +79,8 @@ def workshop(tmp_path_factory: pytest.TempPathFactory, model: Callable[[str], Pa
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "parity" else name for name in COMMANDS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("parity", "doctor") else name for name in COMMANDS],
 )
 def test_the_example_runs_as_it_stands(name: str, workshop: Path, tmp_path: Path) -> None:
     folder = tmp_path / "workshop"

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from qwen3conv.tools.cli.main import cli
+from tests.cli.conftest import Run
 
 FACTS: dict[str, Any] = {"device": "cpu", "degrees": {"tp": 1, "fsdp": 1}, "learning_rate": 1e-3}
 
@@ -97,3 +98,19 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
 def test_a_broken_record_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text(content)
     assert "record of a run" in run(write(tmp_path / "a", [6.0]), tmp_path / "broken.json", code=1).stderr
+
+
+def test_what_a_leg_changed_is_a_setting_that_differs(run: Run, tmp_path: Path) -> None:
+    for name, legs in (
+        ("in-two", [{"first": 1, "last": 3, "settings": {"schedule_steps": 3}}]),
+        ("at-once", []),
+    ):
+        last = {"first": len(legs) * 3 + 1, "last": 5, "settings": {"schedule_steps": 5}}
+        if legs:
+            last["changed"] = {"schedule_steps": [3, 5]}
+        steps = {str(step): {"loss": 2.0 + (step > 3 and bool(legs)), "grad_norm": 1.0} for step in range(1, 6)}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"legs": [*legs, last], "steps": steps}))
+    told = json.loads(run("runs", "in-two", "at-once", "--json", code=3).stdout)
+    assert told["first_difference"] == 4
+    assert told["settings"] == {"schedule_steps, at step 4": ["3 -> 5", None]}

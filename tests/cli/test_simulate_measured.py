@@ -76,6 +76,7 @@ ALONE = [
 ]
 
 
+@pytest.mark.slow
 def test_the_peak_of_a_step_on_one_rank_is_near_the_estimate_by_every_kind_of_checkpointing(tmp_path: Path) -> None:
     errors = {}
     for one, (found,) in zip(ALONE, measure(ALONE, tmp_path), strict=True):
@@ -124,6 +125,7 @@ def check_sent(jobs: list[dict[str, Any]], folder: Path) -> None:
         assert rows == pytest.approx(expected, rel=ROUTING_TOLERANCE), one
 
 
+@pytest.mark.slow
 def test_a_step_sends_what_is_promised(tmp_path: Path) -> None:
     check_sent(EXACT, tmp_path)
 

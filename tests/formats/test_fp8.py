@@ -158,7 +158,9 @@ def test_every_format_is_reached_without_a_step_between(kind: str, fp8: Make, ro
         convert(made.folder, room / f"direct-{to}", to)
         convert(room / "hf", room / f"by-way-of-hf-{to}", to)
         a, b = content_of(room / f"direct-{to}"), content_of(room / f"by-way-of-hf-{to}")
-        assert [file for file in sorted({*a, *b}) if a.get(file) != b.get(file)] == []
+        # the index of FP8 names scales, on which torchtitan's export would fail: it is not carried
+        index = {"hf_assets/model.safetensors.index.json"} if kind == "sharded" else set()
+        assert {file for file in {*a, *b} if a.get(file) != b.get(file)} <= index
     hub, config = read_model(room / "hf")
     assert differing(load_dcp(room / "direct-titan"), titan_state_dict("T7", hub, config)) == []
 

@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from qwen3conv.converters.checkpoint import find_config
+from qwen3conv.converters.config import read_config
+from qwen3conv.tools.training_run import look, make_source, release_dtype
+from qwen3conv.training.launch import Run
 from tests.cli.conftest import write_model
 from tests.conversions import fingerprint
 from tests.training.test_native import run
@@ -69,3 +72,20 @@ def test_training_starts_from_a_step_and_from_a_bare_dcp_with_like(step: Path, t
     )
     said = run("train", "--from", tmp_path / "model", "--like", tmp_path / "model", *base, code=1).stderr
     assert "has a config.json of its own" in said
+
+
+def test_a_run_that_goes_on_from_a_run_that_went_on_exports_in_the_dtype_of_the_first(tmp_path: Path) -> None:
+    """bfloat16 model -> run -> float32 step -> run -> float32 step -> run."""
+    place = write_model(tmp_path / "model")
+    for name in ("one", "two", "three"):
+        began = Run(tmp_path / name, "text.jsonl")
+        found, config = look(str(place))
+        assert release_dtype(found.path, config) == "BF16", name
+        make_source(began, found, str(place))
+        step = tmp_path / name / "checkpoint" / "step-3"
+        step.parent.mkdir()
+        run("convert", began.source, step, "--to", "titan", "--dtype", "float32")
+        shutil.rmtree(step / "hf_assets")
+        (step / "qwen3conv.json").unlink()
+        place = step
+    assert read_config(tmp_path / "three" / "source" / "hf_assets" / "config.json").dtype == "F32"

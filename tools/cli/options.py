@@ -226,7 +226,10 @@ _CONVERSION: tuple[tuple[str, Callable[[Function], Function]], ...] = (
             help="Largest output file, such as 500MB or 2GiB. Default: the source's own split, else 5GB; DCP: 2GB.",
         ),
     ),
-    ("like", like_option("Take config.json, tokenizer and file split from there (no weights are read).")),
+    (
+        "like",
+        like_option("Take config.json, tokenizer and, of none known, the file split from there (no weights are read)."),
+    ),
     (
         "config_from",
         click.option(

@@ -67,10 +67,14 @@ def runs(ctx: click.Context, a: Path, b: Path, tolerance: float, picture: Path |
 
 
 def _settings(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What the record says of the whole run, and the settings of its last leg."""
+    """What the record says of the whole run, the settings of its last leg, and which ones a leg changed."""
     legs = record.get("legs") or [{}]
     settings = {key: value for key, value in record.items() if key not in _NO_SETTINGS}
-    return {**settings, **legs[-1].get("settings", {})}
+    settings |= legs[-1].get("settings", {})
+    for leg in legs:
+        for key, (before, now) in leg.get("changed", {}).items():
+            settings[f"{key}, at step {leg['first']}"] = f"{before} -> {now}"
+    return settings
 
 
 def _exported(record: Mapping[str, Any]) -> str | None:
@@ -97,7 +101,8 @@ def _show(
         print_table([(key, str(pair[0]), str(pair[1])) for key, pair in changed.items()], headers=("SETTING", a, b))
     exports = [_exported(one), _exported(other)]
     if any(exports):
-        say("exports: " + ("the same model" if exports[0] == exports[1] else "different models, or not both exported"))
+        different = "different models" if all(exports) else "of one run alone"
+        say(f"exports: {'the same model' if exports[0] == exports[1] else different}")
         print_table([(name, found or "no export") for name, found in zip((a, b), exports, strict=True)])
     at = common.index(parted) if parted else len(common) - 1
     shown = common[max(0, at - _SHOWN + 1) : at + 2]

@@ -47,7 +47,7 @@ _SHOWN = 8
     "--device", type=click.Choice(["neuron", "cuda", "cpu"]), default="neuron", help="Where kernels keep other things."
 )
 @click.option("--memory", type=Size(), metavar="SIZE", help="Of a device. Default: 24GiB, a logical NeuronCore.")
-@click.option("--suggest", is_flag=True, help="List degrees that fit, those that send least per token first, and why.")
+@click.option("--suggest", is_flag=True, help="List degrees, those that fit and send least per token first, and why.")
 @click.option("--ranks", type=click.IntRange(1), default=64, show_default=True, metavar="N", help="For --suggest.")
 @click.option("--picture", type=click.Path(path_type=Path), metavar="FILE", help="Draw the mesh as a PNG.")
 @json_option
@@ -88,6 +88,10 @@ def simulate(
 
     if (model is None) == (source is None):
         raise click.UsageError("give either --model or --from")
+    if suggest and (tp, fsdp or 1, ep, pp, cp, scale) != (1, 1, 1, 1, 1, None):
+        raise click.UsageError(
+            "--suggest looks for the degrees itself: leave --tp, --fsdp, --ep, --pp, --cp and --scale out"
+        )
     geometry, tied, top_k = _model(model, source)
     if scale is not None:
         if fsdp is not None:

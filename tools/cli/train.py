@@ -152,6 +152,7 @@ def train(
         check_step,
         look,
         make_source,
+        release_dtype,
         require_training,
         resume_from_hub,
     )
@@ -217,7 +218,8 @@ def train(
     check_memory(run, config, chosen)
     if keep_optimizer:
         check_step(run, place)
-    code = config.dtype if dtype == "source" else FROM_TORCH_NAME[dtype]
+    released = release_dtype(place.path if source is not None else run.source, config)
+    code = released if dtype == "source" else FROM_TORCH_NAME[dtype]
     with lock_run(output, "qwen3conv train") as lock:
         if source is not None:
             make_source(run, place, source, assets, keeps=keep_download, announce=note)
