@@ -144,7 +144,10 @@ def make_source(
         if not (run.assets / "tokenizer.json").is_file():
             raise SourceError(f"{source} has no tokenizer.json, which training on text needs")
         if run.is_sft and needs_template and not has_chat_template(run.assets):
-            raise SourceError(f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs")
+            raise SourceError(
+                f"{source} has no chat template (chat_template.jinja), which --recipe {run.recipe} needs: take an "
+                "Instruct model, or put its chat_template.jinja into the folder"
+            )
     except BaseException as error:
         shutil.rmtree(run.source, ignore_errors=True)
         if not isinstance(error, TransferError | KeyboardInterrupt):

@@ -75,7 +75,10 @@ def shape_problems(config: Qwen3Config, mesh: Mesh, seq_len: int | None) -> list
         problems.append(f"tp {mesh.tp} does not divide the {geometry.num_key_value_heads} key-value heads")
     if seq_len is not None:
         if seq_len > config.max_position_embeddings:
-            problems.append(f"sequences of {seq_len} are longer than the model's {config.max_position_embeddings}")
+            most = config.max_position_embeddings
+            problems.append(
+                f"sequences of {seq_len} are longer than the model's {most}: give --seq-len {most}, or less"
+            )
         for number, why in ((LOSS_CHUNKS, "torchtitan's parts of the loss"), (mesh.tp, "tensor-parallel ranks")):
             if seq_len % number:
                 problems.append(f"sequences of {seq_len} do not divide among {number} {why}")
