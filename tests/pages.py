@@ -197,7 +197,7 @@ def normalised(output: str, command: str) -> list[str]:
         if command.startswith(
             ("qwen3conv parity", "qwen3conv diff", "qwen3conv train", "qwen3conv runs", "qwen3conv ladder")
         ):
-            line = re.sub(r"\d+(\.\d+)?e-\d+|\d+\.\d+", "X", line)
+            line = re.sub(r"\d+(\.\d+)?e[-+]\d+|\d+\.\d+", "X", line)
         if command.startswith("qwen3conv kernel-check --emulate"):
             line = re.sub(r"\d\.\de-\d+ +\d\.\de-\d+ +ok .*", "X X ok", line)
         lines.append(" ".join(line.split()))
